@@ -1,0 +1,1 @@
+//! Guest memory: regions, layers, accounting.

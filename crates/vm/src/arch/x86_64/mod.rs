@@ -1,0 +1,3 @@
+//! x86-64: address map, boot, ACPI, CPUID, vCPU state.
+
+pub mod layout;

@@ -1,0 +1,1 @@
+//! Virtio over MMIO.

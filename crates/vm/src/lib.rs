@@ -1,0 +1,4 @@
+//! The microVM: KVM, boot, vCPUs, devices, fork.
+
+pub mod arch;
+pub mod devices;
