@@ -37,3 +37,7 @@ pub const GED_GSI: u32 = 16;
 pub const VM_GENERATION_PAGE: u64 = 0x000f_f000;
 /// ACPI tables, from the RSDP on.
 pub const ACPI_BASE: u64 = 0x000e_0000;
+/// First address above conventional RAM; from here to 1 MiB lie the legacy video and firmware areas.
+pub const LOW_RAM_END: u64 = 0x000a_0000;
+/// Where a micro-guest's code is copied and entered; also where a Linux guest's RAM goes on above the firmware area.
+pub const PAYLOAD_BASE: u64 = 0x0010_0000;
