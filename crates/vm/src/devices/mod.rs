@@ -10,6 +10,8 @@ use std::sync::Arc;
 
 use rustix::event::epoll;
 
+#[cfg(test)]
+mod testing;
 pub mod virtio;
 
 /// Raises interrupts of one VM. Implemented over KVM, and by counters in tests.
