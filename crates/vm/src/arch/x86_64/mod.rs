@@ -10,6 +10,10 @@ pub mod boot;
 pub mod cpuid;
 pub mod layout;
 pub mod memory_map;
+pub mod paging;
 pub mod payload;
 pub mod probe;
+pub mod segments;
 pub mod state;
+#[cfg(test)]
+mod testing;
