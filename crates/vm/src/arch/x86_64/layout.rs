@@ -41,3 +41,9 @@ pub const ACPI_BASE: u64 = 0x000e_0000;
 pub const LOW_RAM_END: u64 = 0x000a_0000;
 /// Where a micro-guest's code is copied and entered; also where a Linux guest's RAM goes on above the firmware area.
 pub const PAYLOAD_BASE: u64 = 0x0010_0000;
+/// ACPI sleep status register, next to [`POWER_PORT`]; the guest writes 0x80 there before it sleeps, which means nothing.
+pub const SLEEP_STATUS_PORT: u16 = POWER_PORT + 1;
+/// Offset of the VM generation id within [`VM_GENERATION_PAGE`].
+pub const VM_GENERATION_OFFSET: u64 = 40;
+/// ACPI's SLP_TYP of the off state, as [`POWER_OFF`] has it.
+pub const SLEEP_TYPE_S5: u8 = 5;
