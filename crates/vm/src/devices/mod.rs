@@ -10,6 +10,10 @@ use std::sync::Arc;
 
 use rustix::event::epoll;
 
+pub mod absent;
+pub mod generation;
+pub mod legacy;
+pub mod serial;
 #[cfg(test)]
 mod testing;
 pub mod virtio;
@@ -138,6 +142,9 @@ pub trait Device: Send {
 
     /// Drops everything that belongs to the old process and VM: interrupt lines, descriptors, connections. Called in
     /// a forked child first of all, while inherited descriptors are still open, and never in the parent.
+    ///
+    /// Only drop: the inherited epoll instance and sockets are still the parent's too, so [`PollHandle::remove`] would
+    /// deregister the parent's descriptor, and `shutdown(2)` would end the parent's connection.
     fn detach(&mut self);
 
     /// Takes what belongs to this process and VM. Called at boot, and in a child after [`Device::detach`].

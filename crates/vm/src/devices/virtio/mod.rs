@@ -7,7 +7,9 @@
 //! than one ring.
 
 pub mod queue;
+pub mod rng;
 pub mod transport;
+mod volatile;
 
 use rustix::event::epoll;
 
