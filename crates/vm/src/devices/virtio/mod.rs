@@ -6,6 +6,7 @@
 //! buffers ends in an error status, in `DEVICE_NEEDS_RESET` or in nothing, never in a panic, and never in a loop longer
 //! than one ring.
 
+pub mod blk;
 pub mod queue;
 pub mod rng;
 pub mod transport;
