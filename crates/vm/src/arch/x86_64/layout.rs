@@ -47,3 +47,15 @@ pub const SLEEP_STATUS_PORT: u16 = POWER_PORT + 1;
 pub const VM_GENERATION_OFFSET: u64 = 40;
 /// ACPI's SLP_TYP of the off state, as [`POWER_OFF`] has it.
 pub const SLEEP_TYPE_S5: u8 = 5;
+/// `boot_params`, the "zero page".
+pub const BOOT_PARAMS: u64 = 0x7000;
+/// Top of the stack the kernel is entered with.
+pub const BOOT_STACK_TOP: u64 = 0x8ff0;
+/// Identity-mapping page tables of the first 4 GiB; they end at 0xf000.
+pub const BOOT_PAGE_TABLES: u64 = 0x9000;
+/// Kernel command line.
+pub const CMDLINE: u64 = 0x2_0000;
+/// First address of extended memory; kernels are loaded from here on.
+pub const HIGH_MEMORY: u64 = 0x0010_0000;
+/// An initramfs ends below this, which every kernel's boot protocol allows (`initrd_addr_max`).
+pub const INITRAMFS_LIMIT: u64 = 0x7fff_f000;
