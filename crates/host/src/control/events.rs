@@ -1,6 +1,6 @@
 //! Where the events of VMM processes go.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 use offshoot_protocol::control::Event;
 
@@ -59,10 +59,7 @@ pub struct Events(Receiver<Notice>);
 impl Events {
     /// The next notice; `None` when the deadline passed or no sender is left.
     pub fn next(&self, deadline: Deadline) -> Option<Notice> {
-        match self.0.recv_timeout(deadline.left()) {
-            Ok(notice) => Some(notice),
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-        }
+        self.0.recv_timeout(deadline.left()).ok()
     }
 }
 

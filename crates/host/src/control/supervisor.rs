@@ -440,6 +440,7 @@ mod tests {
     use crate::control::{End, event_queue, pair};
 
     #[test]
+    #[expect(clippy::zombie_processes, reason = "the supervisor reaps it")]
     fn the_end_of_a_process_is_reaped_and_told() {
         let supervisor = Supervisor::start().unwrap();
         let (sink, events) = event_queue();
