@@ -1,0 +1,88 @@
+//! Model-specific registers, in as few ioctls as KVM allows.
+
+use kvm_bindings::{KVM_MAX_MSR_ENTRIES, Msrs, kvm_msr_entry};
+use kvm_ioctls::VcpuFd;
+
+use super::StateError;
+
+/// IA32_TIME_STAMP_COUNTER.
+pub const TSC: u32 = 0x10;
+/// IA32_TSC_DEADLINE.
+pub const TSC_DEADLINE: u32 = 0x6e0;
+
+fn batch(entries: &[kvm_msr_entry]) -> Msrs {
+    Msrs::from_entries(entries).expect("a batch is not longer than KVM_MAX_MSR_ENTRIES")
+}
+
+fn requests(indices: &[u32]) -> Vec<kvm_msr_entry> {
+    indices
+        .iter()
+        .map(|&index| kvm_msr_entry {
+            index,
+            ..Default::default()
+        })
+        .collect()
+}
+
+/// Splits `entries` into what one ioctl takes.
+pub fn batches(entries: &[kvm_msr_entry]) -> Vec<Msrs> {
+    entries.chunks(KVM_MAX_MSR_ENTRIES).map(batch).collect()
+}
+
+/// Reads those of `indices` that KVM lets be read, and drops exactly the others.
+pub fn read_tolerantly(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, StateError> {
+    let mut read = Vec::with_capacity(indices.len());
+    let mut rest = indices;
+    while !rest.is_empty() {
+        let count = rest.len().min(KVM_MAX_MSR_ENTRIES);
+        let mut msrs = batch(&requests(&rest[..count]));
+        let done = vcpu.get_msrs(&mut msrs).map_err(StateError::kvm("read msrs"))?;
+        read.extend_from_slice(&msrs.as_slice()[..done]);
+        // KVM stops at the first one it refuses.
+        rest = &rest[if done < count { done + 1 } else { count }..];
+    }
+    Ok(read)
+}
+
+/// Writes `entries` back and keeps those that KVM took.
+pub fn writable(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<Vec<kvm_msr_entry>, StateError> {
+    let mut taken = Vec::with_capacity(entries.len());
+    let mut rest = entries;
+    while !rest.is_empty() {
+        let count = rest.len().min(KVM_MAX_MSR_ENTRIES);
+        let done = vcpu
+            .set_msrs(&batch(&rest[..count]))
+            .map_err(StateError::kvm("write msrs"))?;
+        taken.extend_from_slice(&rest[..done]);
+        rest = &rest[if done < count { done + 1 } else { count }..];
+    }
+    Ok(taken)
+}
+
+/// Reads all of `indices`.
+pub fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, StateError> {
+    let mut entries = Vec::with_capacity(indices.len());
+    for chunk in indices.chunks(KVM_MAX_MSR_ENTRIES) {
+        let mut msrs = batch(&requests(chunk));
+        let done = vcpu.get_msrs(&mut msrs).map_err(StateError::kvm("read msrs"))?;
+        if done < chunk.len() {
+            return Err(StateError::MsrUnreadable { index: chunk[done] });
+        }
+        entries.extend_from_slice(msrs.as_slice());
+    }
+    Ok(entries)
+}
+
+/// Writes all of `batches`. Cost: one ioctl each.
+pub fn write(vcpu: &VcpuFd, batches: &[Msrs]) -> Result<(), StateError> {
+    for msrs in batches {
+        let done = vcpu.set_msrs(msrs).map_err(StateError::kvm("write msrs"))?;
+        if let Some(refused) = msrs.as_slice().get(done) {
+            return Err(StateError::MsrRefused {
+                index: refused.index,
+                value: refused.data,
+            });
+        }
+    }
+    Ok(())
+}
