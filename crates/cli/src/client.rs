@@ -29,7 +29,7 @@ pub const WORK_DEADLINE: Duration = Duration::from_secs(600);
 pub const SILENCE: Duration = Duration::from_secs(15);
 
 const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
-const PROBE_DEADLINE: Duration = Duration::from_secs(10);
+const PROBE_DEADLINE: Duration = Duration::from_secs(30);
 const MAX_BODY_BYTES: usize = 256 << 20;
 const MAX_LINE_BYTES: usize = 64 << 20;
 
@@ -45,7 +45,9 @@ pub struct Client {
 impl Client {
     /// A client of the daemon at `socket`; connects with each request.
     pub fn new(socket: &Path) -> Self {
-        Self { socket: socket.to_owned() }
+        Self {
+            socket: socket.to_owned(),
+        }
     }
 
     /// Sends `request` and waits at most `deadline` for the answer's head; any status counts as an answer.
@@ -83,7 +85,12 @@ impl Client {
     }
 
     /// Posts JSON; gives the answer's status and whole body.
-    pub async fn post(&self, path: &str, value: &impl Serialize, deadline: Duration) -> Result<(StatusCode, Bytes)> {
+    pub async fn post(
+        &self,
+        path: &str,
+        value: &impl Serialize,
+        deadline: Duration,
+    ) -> Result<(StatusCode, Bytes)> {
         let response = self.send(json_request(path, value), deadline).await?;
         let status = response.status();
         Ok((status, self.collect(response, deadline).await?))
@@ -108,9 +115,13 @@ impl Client {
             return Ok(());
         }
         let cause = sandbox.cause.unwrap_or_else(|| "no cause was recorded".into());
-        Err(Report::new(Kind::State, "sandbox_dead", format!("sandbox {id} has died: {cause}"))
-            .hint(format!("its console: offshoot logs {id}"))
-            .into())
+        Err(Report::new(
+            Kind::State,
+            "sandbox_dead",
+            format!("sandbox {id} has died: {cause}"),
+        )
+        .hint(format!("its console: offshoot logs {id}"))
+        .into())
     }
 
     /// Fails unless the daemon answers.
@@ -124,8 +135,9 @@ impl Client {
             Ok(Err(error)) => return Err(self.refused(&error).into()),
             Err(_) => return Err(self.late("a connection", CONNECT_DEADLINE).into()),
         };
-        let (sender, connection) =
-            http1::handshake(TokioIo::new(stream)).await.map_err(|error| self.lost("a connection", &error))?;
+        let (sender, connection) = http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(|error| self.lost("a connection", &error))?;
         // Ends by itself when the response has been read or dropped.
         tokio::spawn(connection);
         Ok(sender)
@@ -142,7 +154,10 @@ impl Client {
 
     fn late(&self, what: &str, deadline: Duration) -> Report {
         let socket = self.socket.display();
-        let message = format!("the daemon at {socket} did not answer {what} within {} s", deadline.as_secs());
+        let message = format!(
+            "the daemon at {socket} did not answer {what} within {} s",
+            deadline.as_secs()
+        );
         Report::new(Kind::Unreachable, "daemon_timeout", message)
     }
 
@@ -154,7 +169,10 @@ impl Client {
             text = format!("{text}: {inner}");
             source = inner.source();
         }
-        let message = format!("the connection to the daemon at {} ended during {what}: {text}", self.socket.display());
+        let message = format!(
+            "the connection to the daemon at {} ended during {what}: {text}",
+            self.socket.display()
+        );
         Report::new(Kind::Unreachable, "daemon_connection_lost", message)
     }
 }
@@ -173,13 +191,18 @@ pub fn request(method: Method, path: &str, body: Body) -> Request<Body> {
 pub fn json_request(path: &str, value: &impl Serialize) -> Request<Body> {
     let body = serde_json::to_vec(value).expect("values made here have string keys");
     let mut request = request(Method::POST, path, full(body));
-    request.headers_mut().insert(header::CONTENT_TYPE, http::HeaderValue::from_static("application/json"));
+    request.headers_mut().insert(
+        header::CONTENT_TYPE,
+        http::HeaderValue::from_static("application/json"),
+    );
     request
 }
 
 /// A body that is already there.
 pub fn full(bytes: impl Into<Bytes>) -> Body {
-    Full::new(bytes.into()).map_err(|never| match never {}).boxed_unsync()
+    Full::new(bytes.into())
+        .map_err(|never| match never {})
+        .boxed_unsync()
 }
 
 /// No body.
@@ -189,8 +212,11 @@ pub fn empty() -> Body {
 
 /// Decodes the answer to `path`.
 pub fn parse<T: DeserializeOwned>(path: &str, body: &[u8]) -> Result<T> {
-    serde_json::from_slice(body)
-        .map_err(|error| Failure::protocol(format!("the daemon's answer to {path} is not as expected: {error}")))
+    serde_json::from_slice(body).map_err(|error| {
+        Failure::protocol(format!(
+            "the daemon's answer to {path} is not as expected: {error}"
+        ))
+    })
 }
 
 /// The failure in an error answer: the daemon's own body, an error of the guest's services, or plain text.
@@ -202,11 +228,18 @@ pub fn failure_of_answer(status: StatusCode, body: &[u8]) -> Report {
     let message = match value["message"].as_str() {
         Some(message) => message.to_owned(),
         None if body.is_empty() => format!("the daemon answered {status} without a reason"),
-        None => format!("the daemon answered {status}: {}", String::from_utf8_lossy(&body[..body.len().min(500)]).trim()),
+        None => format!(
+            "the daemon answered {status}: {}",
+            String::from_utf8_lossy(&body[..body.len().min(500)]).trim()
+        ),
     };
     match value["code"].as_str() {
         Some(code) => Report::new(Kind::of_connect_code(code), code, message),
-        None => Report::new(Kind::of_status(status), &format!("http_{}", status.as_u16()), message),
+        None => Report::new(
+            Kind::of_status(status),
+            &format!("http_{}", status.as_u16()),
+            message,
+        ),
     }
 }
 
@@ -235,7 +268,12 @@ pub struct Reader {
 impl Reader {
     /// Reads `response`, the answer to `what`.
     pub fn new(client: &Client, what: &str, response: Response<Incoming>) -> Self {
-        Self { client: client.clone(), what: what.into(), body: response.into_body(), buffer: BytesMut::new() }
+        Self {
+            client: client.clone(),
+            what: what.into(),
+            body: response.into_body(),
+            buffer: BytesMut::new(),
+        }
     }
 
     /// The next bytes as they arrive; none at the end.
@@ -268,7 +306,10 @@ impl Reader {
             }
             searched = self.buffer.len();
             if searched > MAX_LINE_BYTES {
-                return Err(Failure::protocol(format!("a line in the answer to {} has over {MAX_LINE_BYTES} bytes", self.what)));
+                return Err(Failure::protocol(format!(
+                    "a line in the answer to {} has over {MAX_LINE_BYTES} bytes",
+                    self.what
+                )));
             }
             if !self.fill().await? {
                 return Ok((!self.buffer.is_empty()).then(|| self.buffer.split().freeze()));
@@ -283,7 +324,10 @@ impl Reader {
                 if self.buffer.is_empty() {
                     return Ok(None);
                 }
-                return Err(Failure::protocol(format!("the answer to {} ends in the middle of a message", self.what)));
+                return Err(Failure::protocol(format!(
+                    "the answer to {} ends in the middle of a message",
+                    self.what
+                )));
             }
         }
         Ok(Some(self.buffer.split_to(count).freeze()))
@@ -296,7 +340,10 @@ impl Reader {
                 if self.buffer.is_empty() {
                     return Ok(None);
                 }
-                return Err(Failure::protocol(format!("the answer to {} ends in the middle of a message", self.what)));
+                return Err(Failure::protocol(format!(
+                    "the answer to {} ends in the middle of a message",
+                    self.what
+                )));
             }
         }
         Ok(Some(&self.buffer[..count]))
@@ -324,15 +371,27 @@ mod tests {
     fn a_daemon_error_keeps_its_hint() {
         let body = br#"{"code":"template_not_found","kind":"caller","message":"no template x","hint":"offshoot template ls"}"#;
         let report = failure_of_answer(StatusCode::NOT_FOUND, body);
-        assert_eq!((report.kind, report.hint.as_deref()), (Kind::Caller, Some("offshoot template ls")));
+        assert_eq!(
+            (report.kind, report.hint.as_deref()),
+            (Kind::Caller, Some("offshoot template ls"))
+        );
     }
 
     #[test]
     fn guest_service_errors_and_plain_text_are_understood() {
-        let connect = failure_of_answer(StatusCode::NOT_FOUND, br#"{"code":"not_found","message":"no process 7"}"#);
+        let connect = failure_of_answer(
+            StatusCode::NOT_FOUND,
+            br#"{"code":"not_found","message":"no process 7"}"#,
+        );
         assert_eq!((connect.code.as_str(), connect.kind), ("not_found", Kind::Caller));
-        let envd = failure_of_answer(StatusCode::INSUFFICIENT_STORAGE, br#"{"code":507,"message":"disk full"}"#);
-        assert_eq!((envd.code.as_str(), envd.kind, envd.message.as_str()), ("http_507", Kind::Host, "disk full"));
+        let envd = failure_of_answer(
+            StatusCode::INSUFFICIENT_STORAGE,
+            br#"{"code":507,"message":"disk full"}"#,
+        );
+        assert_eq!(
+            (envd.code.as_str(), envd.kind, envd.message.as_str()),
+            ("http_507", Kind::Host, "disk full")
+        );
         let text = failure_of_answer(StatusCode::BAD_REQUEST, b"nope");
         assert_eq!(text.message, "the daemon answered 400 Bad Request: nope");
     }

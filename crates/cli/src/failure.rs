@@ -78,9 +78,8 @@ impl Kind {
     /// The kind of an error of the guest's Connect services.
     pub fn of_connect_code(code: &str) -> Self {
         match code {
-            "invalid_argument" | "not_found" | "already_exists" | "permission_denied" | "unauthenticated" | "out_of_range" => {
-                Self::Caller
-            }
+            "invalid_argument" | "not_found" | "already_exists" | "permission_denied" | "unauthenticated"
+            | "out_of_range" => Self::Caller,
             "failed_precondition" | "aborted" | "unavailable" | "canceled" => Self::State,
             "deadline_exceeded" => Self::Guest,
             "resource_exhausted" => Self::Host,
@@ -111,7 +110,13 @@ pub struct Report {
 impl Report {
     /// A report without a hint.
     pub fn new(kind: Kind, code: &str, message: impl Into<String>) -> Self {
-        Self { code: code.into(), kind, message: message.into(), hint: None, exit_code: None }
+        Self {
+            code: code.into(),
+            kind,
+            message: message.into(),
+            hint: None,
+            exit_code: None,
+        }
     }
 
     /// Adds the way out.
@@ -176,7 +181,9 @@ impl Failure {
 
     /// An answer of the daemon that does not follow its API.
     pub fn protocol(message: impl Into<String>) -> Self {
-        Report::new(Kind::Bug, "bad_answer", message).hint("are offshoot and offshootd of the same version?").into()
+        Report::new(Kind::Bug, "bad_answer", message)
+            .hint("are offshoot and offshootd of the same version?")
+            .into()
     }
 }
 
@@ -186,7 +193,14 @@ mod tests {
 
     #[test]
     fn every_kind_of_the_api_has_its_documented_exit_code() {
-        let codes = [("caller", 3), ("state", 4), ("unsupported", 5), ("host", 6), ("corrupt", 8), ("bug", 8)];
+        let codes = [
+            ("caller", 3),
+            ("state", 4),
+            ("unsupported", 5),
+            ("host", 6),
+            ("corrupt", 8),
+            ("bug", 8),
+        ];
         for (name, code) in codes {
             let kind: Kind = serde_json::from_value(name.into()).unwrap();
             assert_eq!(kind.exit_code(), code, "{name}");
@@ -201,9 +215,19 @@ mod tests {
 
     #[test]
     fn a_status_without_body_still_has_a_kind() {
-        let kinds = [(404, Kind::Caller), (409, Kind::State), (501, Kind::Unsupported), (507, Kind::Host), (500, Kind::Bug)];
+        let kinds = [
+            (404, Kind::Caller),
+            (409, Kind::State),
+            (501, Kind::Unsupported),
+            (507, Kind::Host),
+            (500, Kind::Bug),
+        ];
         for (status, kind) in kinds {
-            assert_eq!(Kind::of_status(StatusCode::from_u16(status).unwrap()), kind, "{status}");
+            assert_eq!(
+                Kind::of_status(StatusCode::from_u16(status).unwrap()),
+                kind,
+                "{status}"
+            );
         }
     }
 }

@@ -25,7 +25,11 @@ impl Progress {
             bar.enable_steady_tick(TICK);
             bar
         });
-        Self { ui, bar, last_line: String::new() }
+        Self {
+            ui,
+            bar,
+            last_line: String::new(),
+        }
     }
 
     /// Progress by bytes; `total` where it is known.
@@ -33,12 +37,18 @@ impl Progress {
         let bar = ui.draws_bars().then(|| {
             let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::stderr());
             bar.set_style(match total {
-                Some(_) => style("{wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}"),
+                Some(_) => {
+                    style("{wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}")
+                }
                 None => style("{spinner} {binary_bytes} {binary_bytes_per_sec}"),
             });
             bar
         });
-        Self { ui, bar, last_line: String::new() }
+        Self {
+            ui,
+            bar,
+            last_line: String::new(),
+        }
     }
 
     /// Now at `step`.

@@ -41,9 +41,15 @@ pub async fn copy(context: &Context, plan: &CopyPlan) -> Result<u8> {
         Direction::Download => (guest, local),
     };
     if context.ui.is_json() {
-        context.ui.json(&json!({"from": from, "to": to, "bytes": bytes, "took_ms": took_ms}))?;
+        context
+            .ui
+            .json(&json!({"from": from, "to": to, "bytes": bytes, "took_ms": took_ms}))?;
     }
-    context.ui.note(&format!("copied {} from {from} to {to} in {}", text::bytes(bytes), text::ms(took_ms)));
+    context.ui.note(&format!(
+        "copied {} from {from} to {to} in {}",
+        text::bytes(bytes),
+        text::ms(took_ms)
+    ));
     Ok(0)
 }
 
@@ -70,7 +76,10 @@ async fn upload(context: &Context, plan: &CopyPlan) -> Result<(u64, String)> {
     let (body, sent) = body;
     let mut request = client::request(Method::POST, &files(plan), body);
     let headers = request.headers_mut();
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
+    headers.insert(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("application/octet-stream"),
+    );
     if let Some(size) = size {
         headers.insert(header::CONTENT_LENGTH, HeaderValue::from(size));
     }
@@ -87,7 +96,8 @@ struct Sent(std::sync::Arc<std::sync::atomic::AtomicU64>);
 
 impl Sent {
     fn add(&self, count: usize) {
-        self.0.fetch_add(count as u64, std::sync::atomic::Ordering::Relaxed);
+        self.0
+            .fetch_add(count as u64, std::sync::atomic::Ordering::Relaxed);
     }
 
     fn get(&self) -> u64 {
@@ -96,7 +106,11 @@ impl Sent {
 }
 
 /// A body that reads `from` piece by piece; short of `size` it fails, so that the guest keeps no torn file.
-fn sending(context: &Context, from: impl AsyncRead + Send + Unpin + 'static, size: Option<u64>) -> (Body, Sent) {
+fn sending(
+    context: &Context,
+    from: impl AsyncRead + Send + Unpin + 'static,
+    size: Option<u64>,
+) -> (Body, Sent) {
     let sent = Sent::default();
     let counter = sent.clone();
     let progress = Progress::bytes(context.ui, size);
@@ -107,7 +121,9 @@ fn sending(context: &Context, from: impl AsyncRead + Send + Unpin + 'static, siz
             let count = from.read(&mut chunk).await?;
             if count == 0 {
                 return match size {
-                    Some(size) if counter.get() < size => Err(io::Error::other("the file became shorter while it was copied")),
+                    Some(size) if counter.get() < size => {
+                        Err(io::Error::other("the file became shorter while it was copied"))
+                    }
                     _ => Ok(None),
                 };
             }
@@ -127,7 +143,9 @@ async fn download(context: &Context, plan: &CopyPlan) -> Result<(u64, String)> {
     let answer = client::unless_dead(context.client.send_ok(request, std::time::Duration::MAX), alive).await;
     let response = answer.map_err(|failure| hinted(failure, plan))?;
     let length = response.headers().get(header::CONTENT_LENGTH);
-    let total = length.and_then(|value| value.to_str().ok()).and_then(|value| value.parse::<u64>().ok());
+    let total = length
+        .and_then(|value| value.to_str().ok())
+        .and_then(|value| value.parse::<u64>().ok());
     let progress = Progress::bytes(context.ui, total);
     let what = format!("{}:{}", plan.guest.sandbox, plan.guest.path);
     let mut reader = Reader::new(&context.client, &what, response);
@@ -147,18 +165,32 @@ enum Sink {
     Standard(GuestOutput),
     /// A device, a pipe: written to as it is.
     Special(tokio::fs::File, PathBuf),
-    Regular { file: tokio::fs::File, temporary: tempfile::TempPath, path: PathBuf },
+    Regular {
+        file: tokio::fs::File,
+        temporary: tempfile::TempPath,
+        path: PathBuf,
+    },
 }
 
 impl Sink {
     async fn open(plan: &CopyPlan) -> Result<Self> {
-        let LocalEnd::File(path) = &plan.local else { return Ok(Self::Standard(GuestOutput::new())) };
-        let failed = |path: &Path, error: io::Error| Failure::local(format!("cannot write {}", path.display()), &error);
+        let LocalEnd::File(path) = &plan.local else {
+            return Ok(Self::Standard(GuestOutput::new()));
+        };
+        let failed = |path: &Path, error: io::Error| {
+            Failure::local(format!("cannot write {}", path.display()), &error)
+        };
         let mut path = path.clone();
         if path.is_dir() || path.as_os_str().as_encoded_bytes().ends_with(b"/") {
             match plan.guest.path.rsplit('/').next() {
                 Some(name) if !matches!(name, "" | "." | ".." | "~") => path.push(name),
-                _ => return Err(Failure::usage(format!("{} names no file to put into {}", plan.guest.path, path.display()))),
+                _ => {
+                    return Err(Failure::usage(format!(
+                        "{} names no file to put into {}",
+                        plan.guest.path,
+                        path.display()
+                    )));
+                }
             }
         }
         // A link stays one: what it points to is replaced.
@@ -169,14 +201,28 @@ impl Sink {
         }
         if existing.as_ref().is_some_and(|metadata| !metadata.is_file()) {
             let options = tokio::fs::OpenOptions::new().write(true).open(&path).await;
-            return options.map(|file| Self::Special(file, path.clone())).map_err(|error| failed(&path, error));
+            return options
+                .map(|file| Self::Special(file, path.clone()))
+                .map_err(|error| failed(&path, error));
         }
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder = path
+            .parent()
+            .filter(|folder| !folder.as_os_str().is_empty())
+            .unwrap_or(Path::new("."));
         let mode = existing.map_or(NEW_FILE_MODE, |metadata| metadata.permissions().mode() & 0o7777);
         let mut builder = tempfile::Builder::new();
-        builder.prefix(".offshoot-cp-").permissions(Permissions::from_mode(mode));
-        let (file, temporary) = builder.tempfile_in(folder).map_err(|error| failed(&path, error))?.into_parts();
-        Ok(Self::Regular { file: tokio::fs::File::from_std(file), temporary, path })
+        builder
+            .prefix(".offshoot-cp-")
+            .permissions(Permissions::from_mode(mode));
+        let (file, temporary) = builder
+            .tempfile_in(folder)
+            .map_err(|error| failed(&path, error))?
+            .into_parts();
+        Ok(Self::Regular {
+            file: tokio::fs::File::from_std(file),
+            temporary,
+            path,
+        })
     }
 
     async fn write(&mut self, bytes: &[u8]) -> Result<()> {
@@ -185,7 +231,9 @@ impl Sink {
             Self::Special(file, path) => (file, path),
             Self::Regular { file, path, .. } => (file, path),
         };
-        file.write_all(bytes).await.map_err(|error| Failure::local(format!("cannot write {}", path.display()), &error))
+        file.write_all(bytes)
+            .await
+            .map_err(|error| Failure::local(format!("cannot write {}", path.display()), &error))
     }
 
     async fn finish(self) -> Result<String> {
@@ -193,11 +241,17 @@ impl Sink {
             Self::Standard(_) => Ok("-".into()),
             Self::Special(mut file, path) => {
                 let flushed = file.flush().await;
-                flushed.map_err(|error| Failure::local(format!("cannot write {}", path.display()), &error))?;
+                flushed
+                    .map_err(|error| Failure::local(format!("cannot write {}", path.display()), &error))?;
                 Ok(path.display().to_string())
             }
-            Self::Regular { mut file, temporary, path } => {
-                let failed = |error: io::Error| Failure::local(format!("cannot write {}", path.display()), &error);
+            Self::Regular {
+                mut file,
+                temporary,
+                path,
+            } => {
+                let failed =
+                    |error: io::Error| Failure::local(format!("cannot write {}", path.display()), &error);
                 file.flush().await.map_err(failed)?;
                 temporary.persist(&path).map_err(|error| failed(error.error))?;
                 Ok(path.display().to_string())
@@ -208,15 +262,31 @@ impl Sink {
 
 fn files(plan: &CopyPlan) -> String {
     let path = utf8_percent_encode(&plan.guest.path, NON_ALPHANUMERIC);
-    let user = plan.user.as_deref().map(|user| format!("&username={}", utf8_percent_encode(user, NON_ALPHANUMERIC)));
-    format!("/sandboxes/{}/envd/files?path={path}{}", plan.guest.sandbox, user.unwrap_or_default())
+    let user = plan
+        .user
+        .as_deref()
+        .map(|user| format!("&username={}", utf8_percent_encode(user, NON_ALPHANUMERIC)));
+    format!(
+        "/sandboxes/{}/envd/files?path={path}{}",
+        plan.guest.sandbox,
+        user.unwrap_or_default()
+    )
 }
 
 fn directory(path: &Path, guest: &GuestPath) -> Report {
     let shown = path.display();
-    let GuestPath { sandbox, path: target } = guest;
-    Report::new(Kind::Caller, "is_a_directory", format!("{shown} is a directory; cp copies single files"))
-        .hint(format!("tar -C {shown} -c . | offshoot exec -i {sandbox} -- tar -C {target} -x"))
+    let GuestPath {
+        sandbox,
+        path: target,
+    } = guest;
+    Report::new(
+        Kind::Caller,
+        "is_a_directory",
+        format!("{shown} is a directory; cp copies single files"),
+    )
+    .hint(format!(
+        "tar -C {shown} -c . | offshoot exec -i {sandbox} -- tar -C {target} -x"
+    ))
 }
 
 /// Adds what to do about a path that turned out to be a directory in the guest.
@@ -226,7 +296,9 @@ fn hinted(failure: Failure, plan: &CopyPlan) -> Failure {
         Failure::Report(report) if report.code == "http_400" && report.message.contains("directory") => {
             let hint = match plan.direction {
                 Direction::Upload => format!("end it with / to copy into it: {sandbox}:{path}/"),
-                Direction::Download => format!("offshoot exec {sandbox} -- tar -C {path} -c . | tar -C DIRECTORY -x"),
+                Direction::Download => {
+                    format!("offshoot exec {sandbox} -- tar -C {path} -c . | tar -C DIRECTORY -x")
+                }
             };
             report.hint(hint).into()
         }

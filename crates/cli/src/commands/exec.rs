@@ -84,8 +84,9 @@ async fn forward_signals(mut signals: Signals, handle: Handle, ui: Ui) {
         let handle = handle.clone();
         tokio::spawn(async move {
             match handle.signal(names).await {
-                Err(Failure::Report(report)) if report.code != "not_found" => {
-                    ui.note(&format!("the signal did not reach the command: {report}"));
+                Err(failure) if process::is_over(&failure) => {}
+                Err(Failure::Report(report)) => {
+                    ui.note(&format!("the signal did not reach the command: {report}"))
                 }
                 _ => {}
             }
@@ -101,7 +102,7 @@ async fn forward_stdin(handle: Handle, ui: Ui) {
             Ok(0) => break None,
             Ok(count) => match handle.send(&buffer[..count]).await {
                 Ok(()) => {}
-                Err(failure) if process::already_ended(&failure) => return,
+                Err(failure) if process::is_over(&failure) => return,
                 Err(Failure::Report(report)) => break Some(report.message),
                 Err(Failure::BrokenPipe) => break None,
             },
@@ -112,8 +113,9 @@ async fn forward_stdin(handle: Handle, ui: Ui) {
         ui.note(&format!("standard input is not passed on any more: {trouble}"));
     }
     match handle.close_stdin().await {
-        Err(Failure::Report(report)) if report.code != "not_found" => {
-            ui.note(&format!("cannot end the command's standard input: {report}"));
+        Err(failure) if process::is_over(&failure) => {}
+        Err(Failure::Report(report)) => {
+            ui.note(&format!("cannot end the command's standard input: {report}"))
         }
         _ => {}
     }
@@ -129,12 +131,21 @@ struct Printer {
 
 impl Printer {
     fn new(ui: Ui) -> Self {
-        Self { ui, output: GuestOutput::new(), stdout: Utf8::default(), stderr: Utf8::default() }
+        Self {
+            ui,
+            output: GuestOutput::new(),
+            stdout: Utf8::default(),
+            stderr: Utf8::default(),
+        }
     }
 
     async fn started(&mut self, handle: &Handle) -> Result<()> {
         match self.ui.is_json() {
-            true => self.output.json(&json!({"type": "start", "pid": handle.pid})).await,
+            true => {
+                self.output
+                    .json(&json!({"type": "start", "pid": handle.pid}))
+                    .await
+            }
             false => Ok(()),
         }
     }
@@ -162,7 +173,10 @@ impl Printer {
         if !self.ui.is_json() {
             return Ok(());
         }
-        for event in [self.stdout.rest("stdout"), self.stderr.rest("stderr")].into_iter().flatten() {
+        for event in [self.stdout.rest("stdout"), self.stderr.rest("stderr")]
+            .into_iter()
+            .flatten()
+        {
             self.output.json(&event).await?;
         }
         let event = match end {
@@ -216,16 +230,28 @@ mod tests {
     fn a_character_split_between_chunks_stays_whole() {
         let mut utf8 = Utf8::default();
         let bytes = "aé".as_bytes();
-        assert_eq!(utf8.event("stdout", &bytes[..2]), Some(json!({"type": "stdout", "text": "a"})));
-        assert_eq!(utf8.event("stdout", &bytes[2..]), Some(json!({"type": "stdout", "text": "é"})));
+        assert_eq!(
+            utf8.event("stdout", &bytes[..2]),
+            Some(json!({"type": "stdout", "text": "a"}))
+        );
+        assert_eq!(
+            utf8.event("stdout", &bytes[2..]),
+            Some(json!({"type": "stdout", "text": "é"}))
+        );
         assert_eq!(utf8.rest("stdout"), None);
     }
 
     #[test]
     fn what_is_not_text_goes_as_base64() {
         let mut utf8 = Utf8::default();
-        assert_eq!(utf8.event("stderr", b"\xff\x00"), Some(json!({"type": "stderr", "base64": "/wA="})));
+        assert_eq!(
+            utf8.event("stderr", b"\xff\x00"),
+            Some(json!({"type": "stderr", "base64": "/wA="}))
+        );
         assert_eq!(utf8.event("stderr", b"\xc3"), None);
-        assert_eq!(utf8.rest("stderr"), Some(json!({"type": "stderr", "base64": "ww=="})));
+        assert_eq!(
+            utf8.rest("stderr"),
+            Some(json!({"type": "stderr", "base64": "ww=="}))
+        );
     }
 }

@@ -27,13 +27,29 @@ pub async fn image(context: &Context, body: &Value) -> Result<u8> {
 pub async fn template(context: &Context, body: &NewTemplate) -> Result<u8> {
     let guest = Duration::from_millis(body.boot_timeout_ms.saturating_add(body.warm_timeout_ms));
     let silence = guest.saturating_add(FREEZE_SILENCE);
-    make(context, "/templates", &format!("template {}", body.name), body, silence).await
+    make(
+        context,
+        "/templates",
+        &format!("template {}", body.name),
+        body,
+        silence,
+    )
+    .await
 }
 
-async fn make(context: &Context, path: &str, what: &str, body: &impl Serialize, silence: Duration) -> Result<u8> {
+async fn make(
+    context: &Context,
+    path: &str,
+    what: &str,
+    body: &impl Serialize,
+    silence: Duration,
+) -> Result<u8> {
     let ui = context.ui;
     let began = Instant::now();
-    let response = context.client.send_ok(client::json_request(path, body), LOOKUP_DEADLINE.max(silence)).await?;
+    let response = context
+        .client
+        .send_ok(client::json_request(path, body), LOOKUP_DEADLINE.max(silence))
+        .await?;
     let mut reader = Reader::new(&context.client, &format!("making {what}"), response);
     let mut progress = Progress::steps(ui, &format!("making {what}"));
     loop {
@@ -46,13 +62,20 @@ async fn make(context: &Context, path: &str, what: &str, body: &impl Serialize, 
             }
         };
         let Some(line) = line else {
-            return Err(Failure::protocol(format!("the daemon's answer about {what} ends without a result")));
+            return Err(Failure::protocol(format!(
+                "the daemon's answer about {what} ends without a result"
+            )));
         };
         if ui.is_json() {
             ui.json(&client::parse::<Value>(path, &line)?)?;
         }
         match client::parse(path, &line)? {
-            Work::Progress { step, message, done, total } => progress.step(&step, &message, done, total),
+            Work::Progress {
+                step,
+                message,
+                done,
+                total,
+            } => progress.step(&step, &message, done, total),
             Work::Unknown => {}
             Work::Error { error } => return Err(error.into()),
             Work::Result { value } => {
@@ -61,7 +84,10 @@ async fn make(context: &Context, path: &str, what: &str, body: &impl Serialize, 
                 if !ui.is_json() {
                     ui.line(name)?;
                 }
-                ui.note(&format!("made {what} in {}", text::ms(began.elapsed().as_secs_f64() * 1e3)));
+                ui.note(&format!(
+                    "made {what} in {}",
+                    text::ms(began.elapsed().as_secs_f64() * 1e3)
+                ));
                 return Ok(0);
             }
         }

@@ -17,14 +17,21 @@ const GRACE: Duration = Duration::from_secs(30);
 
 /// Runs the code; 1 where an exception ends it.
 pub async fn run(context: &Context, plan: &RunPlan) -> Result<u8> {
-    let Some(timeout) = plan.timeout else { return execute(context, plan).await };
+    let Some(timeout) = plan.timeout else {
+        return execute(context, plan).await;
+    };
     match tokio::time::timeout(timeout.saturating_add(GRACE), execute(context, plan)).await {
         Ok(result) => result,
         Err(_) => {
             let limit = humantime::format_duration(timeout);
-            let message = format!("the code in sandbox {} ran over {limit} and did not heed its interruption", plan.sandbox);
+            let message = format!(
+                "the code in sandbox {} ran over {limit} and did not heed its interruption",
+                plan.sandbox
+            );
             let hint = format!("end the sandbox with: offshoot rm {}", plan.sandbox);
-            Err(Report::new(Kind::Guest, "interpreter_hangs", message).hint(hint).into())
+            Err(Report::new(Kind::Guest, "interpreter_hangs", message)
+                .hint(hint)
+                .into())
         }
     }
 }
@@ -35,7 +42,9 @@ async fn execute(context: &Context, plan: &RunPlan) -> Result<u8> {
         language: None,
         context_id: None,
         env_vars: None,
-        timeout_ms: plan.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)),
+        timeout_ms: plan
+            .timeout
+            .map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)),
     };
     let client = &context.client;
     let path = format!("/sandboxes/{}/interpreter/execute", plan.sandbox);
@@ -44,7 +53,10 @@ async fn execute(context: &Context, plan: &RunPlan) -> Result<u8> {
     // Code before ours in the same interpreter may take long: only a dead sandbox ends this wait.
     let response = client::unless_dead(client.send_ok(request, Duration::MAX), alive).await?;
     let mut reader = Reader::new(client, &format!("code in sandbox {}", plan.sandbox), response);
-    let mut printer = Printer { output: GuestOutput::new(), at_line_start: true };
+    let mut printer = Printer {
+        output: GuestOutput::new(),
+        at_line_start: true,
+    };
     let mut exit_code = 0;
     while let Some(line) = client::unless_dead(reader.line(), alive).await? {
         let value: Value = client::parse(&path, &line)?;
@@ -52,7 +64,9 @@ async fn execute(context: &Context, plan: &RunPlan) -> Result<u8> {
             printer.output.json(&value).await?;
         }
         // A line of a type that is not known here has nothing for us.
-        let Ok(event) = serde_json::from_value::<Event>(value) else { continue };
+        let Ok(event) = serde_json::from_value::<Event>(value) else {
+            continue;
+        };
         match &event {
             Event::Error { .. } => exit_code = Kind::Guest.exit_code(),
             Event::EndOfExecution => return Ok(exit_code),
@@ -83,9 +97,15 @@ impl Printer {
             Event::Result { text, .. } => {
                 let lead = if self.at_line_start { "" } else { "\n" };
                 self.at_line_start = true;
-                self.output.write(Stream::Stdout, format!("{lead}{text}\n").as_bytes()).await
+                self.output
+                    .write(Stream::Stdout, format!("{lead}{text}\n").as_bytes())
+                    .await
             }
-            Event::Error { name, value, traceback } => {
+            Event::Error {
+                name,
+                value,
+                traceback,
+            } => {
                 let text = match traceback.trim_end() {
                     "" => format!("{name}: {value}\n"),
                     traceback => format!("{traceback}\n"),
@@ -96,4 +116,3 @@ impl Printer {
         }
     }
 }
-

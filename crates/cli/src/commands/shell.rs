@@ -25,13 +25,16 @@ pub async fn shell(context: &Context, mut spec: Spec) -> Result<u8> {
         return Err(Failure::usage("shell has no JSON form; use exec"));
     }
     if !std::io::stdin().is_terminal() {
-        return Err(Failure::usage("shell needs a terminal as its standard input; without one use exec -i"));
+        return Err(Failure::usage(
+            "shell needs a terminal as its standard input; without one use exec -i",
+        ));
     }
     let term = std::env::var("TERM").unwrap_or_else(|_| "xterm-256color".into());
     spec.envs.insert("TERM".into(), term);
     spec.input = Input::Terminal(window_size());
     let mut ends = Ends::catch()?;
-    let mut resized = signal(SignalKind::window_change()).map_err(|error| Failure::local("cannot catch signals", &error))?;
+    let mut resized = signal(SignalKind::window_change())
+        .map_err(|error| Failure::local("cannot catch signals", &error))?;
 
     let mut process = Process::start(&context.client, &spec).await?;
     let handle = process.handle();
@@ -116,7 +119,7 @@ async fn type_in(handle: Handle, trouble: mpsc::Sender<Failure>) {
         }
         match handle.type_in(&bytes).await {
             Ok(()) => {}
-            Err(failure) if process::already_ended(&failure) => return,
+            Err(failure) if process::is_over(&failure) => return,
             Err(failure) => {
                 let _ = trouble.send(failure).await;
                 return;
@@ -129,7 +132,10 @@ async fn type_in(handle: Handle, trouble: mpsc::Sender<Failure>) {
 
 fn window_size() -> WindowSize {
     match tcgetwinsize(stdin()) {
-        Ok(size) if size.ws_col > 0 && size.ws_row > 0 => WindowSize { cols: size.ws_col, rows: size.ws_row },
+        Ok(size) if size.ws_col > 0 && size.ws_row > 0 => WindowSize {
+            cols: size.ws_col,
+            rows: size.ws_row,
+        },
         _ => WindowSize { cols: 80, rows: 24 },
     }
 }

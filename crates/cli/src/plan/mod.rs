@@ -1,5 +1,7 @@
 //! What is to be done: the command line with its files read, its paths resolved and its contradictions refused.
 
+mod copy;
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read};
@@ -7,6 +9,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::{Value, json};
+
+pub use self::copy::{CopyPlan, Direction, GuestPath, LocalEnd};
 
 use crate::args::{Args, Command, ExecArgs, ImageCommand, TemplateBuildArgs, TemplateCommand};
 use crate::failure::{Failure, Result};
@@ -106,46 +110,6 @@ pub struct RunPlan {
     pub timeout: Option<Duration>,
 }
 
-/// A file to copy.
-#[derive(Debug)]
-pub struct CopyPlan {
-    /// The guest's end.
-    pub guest: GuestPath,
-    /// This end.
-    pub local: LocalEnd,
-    /// Which way.
-    pub direction: Direction,
-    /// Guest user.
-    pub user: Option<String>,
-}
-
-/// A path in a sandbox.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GuestPath {
-    /// Sandbox.
-    pub sandbox: String,
-    /// Path in it, relative to the user's home unless absolute.
-    pub path: String,
-}
-
-/// The end of a copy on this side.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum LocalEnd {
-    /// A file.
-    File(PathBuf),
-    /// Standard input or output.
-    Standard,
-}
-
-/// Which way a copy goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
-    /// Into the sandbox.
-    Upload,
-    /// Out of the sandbox.
-    Download,
-}
-
 /// What to print of a console.
 #[derive(Debug)]
 pub struct LogsPlan {
@@ -169,52 +133,95 @@ pub enum Targets {
 impl Plan {
     /// Resolves what was typed.
     pub fn of(args: Args) -> Result<Self> {
-        let format = if args.global.json { Format::Json } else { Format::Text };
+        let format = if args.global.json {
+            Format::Json
+        } else {
+            Format::Text
+        };
         let action = match args.command {
             Command::Doctor => Action::Doctor,
             Command::Serve { args } => Action::Serve(args),
             Command::Image(command) => image(command)?,
             Command::Template(command) => template(command)?,
-            Command::Create { template, count, name, env } => create(&template, count, name, env)?,
+            Command::Create {
+                template,
+                count,
+                name,
+                env,
+            } => create(&template, count, name, env)?,
             Command::Exec(args) => Action::Exec(exec(args)),
-            Command::Run { sandbox, code, file, timeout } => {
-                let code = match (code, file) {
-                    (Some(code), _) => code,
-                    (None, Some(file)) => source(&file)?,
-                    (None, None) => return Err(Failure::usage("give -c CODE, a file, or - for standard input")),
-                };
-                Action::Run(RunPlan { sandbox, code, timeout })
-            }
-            Command::Shell { sandbox, user, command } => Action::Shell(shell(sandbox, user, command)),
+            Command::Run {
+                sandbox,
+                code,
+                file,
+                timeout,
+            } => Action::Run(RunPlan {
+                sandbox,
+                code: code_or_file(code, file)?,
+                timeout,
+            }),
+            Command::Shell {
+                sandbox,
+                user,
+                command,
+            } => Action::Shell(shell(sandbox, user, command)),
             Command::Fork { sandbox, count, env } => {
                 let body = json!({"count": count, "env": env_map(env)});
                 Action::Fork(ForkPlan { sandbox, body })
             }
             Command::Ls => Action::List(Things::Sandboxes),
             Command::Tree => Action::Tree,
-            Command::Cp { from, to, user } => {
-                let plan = copy(&from, &to, user)?;
-                if format == Format::Json && plan.direction == Direction::Download && plan.local == LocalEnd::Standard {
-                    return Err(Failure::usage("cp to standard output has no place left for --json"));
-                }
-                Action::Copy(plan)
-            }
-            Command::Logs { sandbox, follow, tail_bytes } => Action::Logs(LogsPlan { sandbox, tail_bytes, follow }),
+            Command::Cp { from, to, user } => Action::Copy(copy::copy(&from, &to, user, format)?),
+            Command::Logs {
+                sandbox,
+                follow,
+                tail_bytes,
+            } => Action::Logs(LogsPlan {
+                sandbox,
+                tail_bytes,
+                follow,
+            }),
             Command::Rm { all: true, .. } => Action::End(Targets::All),
             Command::Rm { sandboxes, .. } => Action::End(Targets::These(sandboxes)),
             Command::Completions { shell } => Action::Completions(shell),
         };
-        Ok(Self { socket: args.global.socket, ui: Ui::new(format, args.global.quiet), action })
+        Ok(Self {
+            socket: args.global.socket,
+            ui: Ui::new(format, args.global.quiet),
+            action,
+        })
+    }
+}
+
+fn code_or_file(code: Option<String>, file: Option<PathBuf>) -> Result<String> {
+    match (code, file) {
+        (Some(code), _) => Ok(code),
+        (None, Some(file)) => source(&file),
+        (None, None) => Err(Failure::usage("give -c CODE, a file, or - for standard input")),
     }
 }
 
 fn image(command: ImageCommand) -> Result<Action> {
     Ok(match command {
-        ImageCommand::Build { name, packages, disk_mib } => {
-            let packages: Vec<String> = packages.into_iter().filter(|package| !package.is_empty()).collect();
-            Action::MakeImage(json!({"name": name, "source": {"debian": {"packages": packages, "disk_mib": disk_mib}}}))
+        ImageCommand::Build {
+            name,
+            packages,
+            disk_mib,
+        } => {
+            let packages: Vec<String> = packages
+                .into_iter()
+                .filter(|package| !package.is_empty())
+                .collect();
+            Action::MakeImage(
+                json!({"name": name, "source": {"debian": {"packages": packages, "disk_mib": disk_mib}}}),
+            )
         }
-        ImageCommand::Add { name, kernel, initramfs, rootfs } => {
+        ImageCommand::Add {
+            name,
+            kernel,
+            initramfs,
+            rootfs,
+        } => {
             let files = json!({
                 "kernel": daemon_path("kernel", &kernel)?,
                 "initramfs": daemon_path("initramfs", &initramfs)?,
@@ -238,10 +245,20 @@ fn template(command: TemplateCommand) -> Result<Action> {
 }
 
 fn new_template(args: TemplateBuildArgs) -> Result<NewTemplate> {
-    let file_name = args.warm.file_name().map_or_else(|| "warm.py".into(), |name| name.to_string_lossy().into_owned());
-    let file_name = if file_name == "-" { "<stdin>".into() } else { file_name };
+    let file_name = args
+        .warm
+        .file_name()
+        .map_or_else(|| "warm.py".into(), |name| name.to_string_lossy().into_owned());
+    let file_name = if file_name == "-" {
+        "<stdin>".into()
+    } else {
+        file_name
+    };
     Ok(NewTemplate {
-        warm: Warm { source: source(&args.warm)?, file_name },
+        warm: Warm {
+            source: source(&args.warm)?,
+            file_name,
+        },
         name: args.name,
         image: args.image,
         memory_mib: args.memory_mib,
@@ -258,7 +275,9 @@ fn create(template: &str, count: u32, name: Option<String>, env: Vec<(String, St
     let mut body = json!({"template": template, "count": count, "env": env_map(env)});
     if let Some(name) = name {
         if count > 1 {
-            return Err(Failure::usage(format!("--name {name} names one sandbox, but -n asks for {count}")));
+            return Err(Failure::usage(format!(
+                "--name {name} names one sandbox, but -n asks for {count}"
+            )));
         }
         body["name"] = json!(name);
     }
@@ -287,66 +306,30 @@ fn shell(sandbox: String, user: Option<String>, command: Vec<String>) -> Spec {
         None => ("/bin/bash".into(), vec!["-i".into(), "-l".into()]),
     };
     let input = Input::Terminal(WindowSize { cols: 80, rows: 24 });
-    Spec { sandbox, cmd, args, envs: BTreeMap::new(), cwd: None, user, timeout: None, input }
-}
-
-fn copy(from: &str, to: &str, user: Option<String>) -> Result<CopyPlan> {
-    match (guest_path(from)?, guest_path(to)?) {
-        (Some(guest), None) => {
-            let local = local_end(to)?;
-            Ok(CopyPlan { guest, local, direction: Direction::Download, user })
-        }
-        (None, Some(mut guest)) => {
-            let local = local_end(from)?;
-            if guest.path.ends_with('/') {
-                guest.path.push_str(&name_in_directory(&local)?);
-            }
-            Ok(CopyPlan { guest, local, direction: Direction::Upload, user })
-        }
-        (Some(_), Some(_)) => Err(Failure::usage("cp goes into or out of a sandbox, not from one to another")),
-        (None, None) => {
-            let message = format!("neither {from} nor {to} is in a sandbox; write SANDBOX:PATH for one of them");
-            Err(Failure::usage(message))
-        }
+    Spec {
+        sandbox,
+        cmd,
+        args,
+        envs: BTreeMap::new(),
+        cwd: None,
+        user,
+        timeout: None,
+        input,
     }
-}
-
-/// `SANDBOX:PATH`; a local path that looks so is written with `./` in front.
-fn guest_path(text: &str) -> Result<Option<GuestPath>> {
-    let Some((sandbox, path)) = text.split_once(':') else { return Ok(None) };
-    if crate::args::name(sandbox).is_err() || sandbox.starts_with('.') {
-        return Ok(None);
-    }
-    if path.is_empty() {
-        return Err(Failure::usage(format!("{text} names no path in the sandbox")));
-    }
-    Ok(Some(GuestPath { sandbox: sandbox.to_owned(), path: path.to_owned() }))
-}
-
-fn local_end(text: &str) -> Result<LocalEnd> {
-    match text {
-        "" => Err(Failure::usage("an empty path names no file")),
-        "-" => Ok(LocalEnd::Standard),
-        path => Ok(LocalEnd::File(path.into())),
-    }
-}
-
-fn name_in_directory(local: &LocalEnd) -> Result<String> {
-    let name = match local {
-        LocalEnd::File(path) => path.file_name().and_then(|name| name.to_str()),
-        LocalEnd::Standard => None,
-    };
-    let name = name.ok_or_else(|| Failure::usage("give the file's name in the sandbox, not only its directory"))?;
-    Ok(name.to_owned())
 }
 
 /// The daemon opens the file itself, from another working directory.
 fn daemon_path(what: &str, path: &Path) -> Result<PathBuf> {
-    std::fs::canonicalize(path).map_err(|error| Failure::local(format!("cannot find the {what} {}", path.display()), &error))
+    std::fs::canonicalize(path)
+        .map_err(|error| Failure::local(format!("cannot find the {what} {}", path.display()), &error))
 }
 
 fn source(path: &Path) -> Result<String> {
-    let shown = if path == Path::new("-") { "standard input".into() } else { path.display().to_string() };
+    let shown = if path == Path::new("-") {
+        "standard input".into()
+    } else {
+        path.display().to_string()
+    };
     let mut bytes = Vec::new();
     let read = if path == Path::new("-") {
         io::stdin().take(MAX_SOURCE_BYTES + 1).read_to_end(&mut bytes)
@@ -355,7 +338,10 @@ fn source(path: &Path) -> Result<String> {
     };
     read.map_err(|error| Failure::local(format!("cannot read {shown}"), &error))?;
     if bytes.len() as u64 > MAX_SOURCE_BYTES {
-        let message = format!("{shown} has over {} MiB, too much for source text", MAX_SOURCE_BYTES >> 20);
+        let message = format!(
+            "{shown} has over {} MiB, too much for source text",
+            MAX_SOURCE_BYTES >> 20
+        );
         return Err(Failure::usage(message));
     }
     String::from_utf8(bytes).map_err(|_| Failure::usage(format!("{shown} is not UTF-8 text")))
@@ -391,12 +377,27 @@ mod tests {
 
     #[test]
     fn either_side_of_a_copy_may_be_in_a_sandbox() {
-        let Ok(Action::Copy(up)) = plan(&["cp", "a/b.txt", "sb:/tmp/"]) else { panic!() };
-        assert_eq!((up.direction, up.guest.path.as_str()), (Direction::Upload, "/tmp/b.txt"));
-        let Ok(Action::Copy(down)) = plan(&["cp", "sb:/tmp/x", "-"]) else { panic!() };
-        assert_eq!((down.direction, down.local), (Direction::Download, LocalEnd::Standard));
-        let Ok(Action::Copy(colon)) = plan(&["cp", "./a:b", "sb:c"]) else { panic!() };
-        assert_eq!((colon.local, colon.guest.path.as_str()), (LocalEnd::File("./a:b".into()), "c"));
+        let Ok(Action::Copy(up)) = plan(&["cp", "a/b.txt", "sb:/tmp/"]) else {
+            panic!()
+        };
+        assert_eq!(
+            (up.direction, up.guest.path.as_str()),
+            (Direction::Upload, "/tmp/b.txt")
+        );
+        let Ok(Action::Copy(down)) = plan(&["cp", "sb:/tmp/x", "-"]) else {
+            panic!()
+        };
+        assert_eq!(
+            (down.direction, down.local),
+            (Direction::Download, LocalEnd::Standard)
+        );
+        let Ok(Action::Copy(colon)) = plan(&["cp", "./a:b", "sb:c"]) else {
+            panic!()
+        };
+        assert_eq!(
+            (colon.local, colon.guest.path.as_str()),
+            (LocalEnd::File("./a:b".into()), "c")
+        );
     }
 
     #[test]
@@ -415,9 +416,23 @@ mod tests {
 
     #[test]
     fn a_missing_warm_up_names_its_file() {
-        let result = plan(&["template", "build", "t", "--image", "i", "--warm", "/nonexistent/warm.py"]);
-        let Err(Failure::Report(report)) = result else { panic!() };
-        assert!(report.message.contains("/nonexistent/warm.py"), "{}", report.message);
+        let result = plan(&[
+            "template",
+            "build",
+            "t",
+            "--image",
+            "i",
+            "--warm",
+            "/nonexistent/warm.py",
+        ]);
+        let Err(Failure::Report(report)) = result else {
+            panic!()
+        };
+        assert!(
+            report.message.contains("/nonexistent/warm.py"),
+            "{}",
+            report.message
+        );
         assert_eq!(report.exit_code(), 3);
     }
 }
