@@ -332,13 +332,29 @@ pub fn end_stream_error(code: &str, message: &str) -> Vec<u8> {
 /// A copy of the binary in `folder`, beside which a test can put other programs.
 pub fn copy_of_offshoot(folder: &Path) -> PathBuf {
     let copy = folder.join("offshoot");
-    std::fs::copy(env!("CARGO_BIN_EXE_offshoot"), &copy).unwrap();
+    elsewhere("cp \"$1\" \"$0\"", &copy, env!("CARGO_BIN_EXE_offshoot"));
     copy
 }
 
 /// A shell script.
 pub fn script(path: &Path, text: &str) {
-    use std::os::unix::fs::PermissionsExt;
-    std::fs::write(path, format!("#!/bin/sh\n{text}\n")).unwrap();
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    elsewhere(
+        "printf '#!/bin/sh\\n%s\\n' \"$1\" > \"$0\" && chmod 755 \"$0\"",
+        path,
+        text,
+    );
+}
+
+/// Writes a program from another process. Written here, the open file could be inherited by what a test beside this
+/// one spawns at that moment, and the program could not be run: "text file busy".
+fn elsewhere(command: &str, target: &Path, argument: &str) {
+    let mut sh = Command::new("sh");
+    assert!(
+        sh.args(["-c", command])
+            .arg(target)
+            .arg(argument)
+            .status()
+            .unwrap()
+            .success()
+    );
 }
