@@ -19,6 +19,8 @@ const TSS_BYTES: usize = TSS_HEAD_BYTES + 0x1000 / 8 + 1;
 
 /// Table index of the code segment; the boot protocol's `__BOOT_CS`.
 const CODE: u16 = 2;
+/// Selector of the kernel code segment.
+pub const CODE_SELECTOR: u16 = CODE * 8;
 /// Table index of the data segment; `__BOOT_DS`.
 const DATA: u16 = 3;
 /// Table index of the task state segment, two entries long.

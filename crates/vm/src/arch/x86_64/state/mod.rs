@@ -12,9 +12,9 @@
 //! TSC at what it was at that instant. All TSCs are moved by the same distance, so that vCPUs whose TSCs agreed before
 //! agree after. Wall time is behind afterwards; setting it is the identity's task.
 //!
-//! **MSRs.** Saved is what `KVM_GET_MSR_INDEX_LIST` names, without what this KVM does not let a vCPU with our CPUID read,
-//! or does not take back though the value is its own (host properties and counters, not state); both are found once, by
-//! [`StateTraits::probe`]. Loaded is what differs from a fresh vCPU with the same CPUID: such a vCPU is what it is loaded
+//! **MSRs.** Saved is what `KVM_GET_MSR_INDEX_LIST` names, without Hyper-V's, which our CPUID keeps from the guest, and
+//! without what this KVM does not let a vCPU with our CPUID read, or does not take back though the value is its own (host
+//! properties and counters, not state); the latter are found once, by [`StateTraits::probe`]. Loaded is what differs from a fresh vCPU with the same CPUID: such a vCPU is what it is loaded
 //! into. An MSR that is refused then is an error: a guest that silently lost state would fail much later.
 
 mod load;
@@ -180,7 +180,9 @@ impl StateTraits {
         let list = kvm.get_msr_index_list().map_err(StateError::kvm("list msrs"))?;
         let mut indices = list.as_slice().to_vec();
         let tsc_deadline = indices.contains(&msrs::TSC_DEADLINE);
-        indices.retain(|&index| index != msrs::TSC_DEADLINE && index != msrs::TSC);
+        indices.retain(|&index| {
+            index != msrs::TSC_DEADLINE && index != msrs::TSC && !msrs::HYPERV.contains(&index)
+        });
         let readable = msrs::read_tolerantly(vcpu, &indices)?;
         let mut state = msrs::writable(vcpu, &readable)?;
         if !tsc_offset {

@@ -9,6 +9,8 @@ use super::StateError;
 pub const TSC: u32 = 0x10;
 /// IA32_TSC_DEADLINE.
 pub const TSC_DEADLINE: u32 = 0x6e0;
+/// Hyper-V's synthetic MSRs. Our guests are told of no Hyper-V and cannot reach them; writing one makes KVM allocate.
+pub const HYPERV: std::ops::RangeInclusive<u32> = 0x4000_0000..=0x4000_01ff;
 
 fn batch(entries: &[kvm_msr_entry]) -> Msrs {
     Msrs::from_entries(entries).expect("a batch is not longer than KVM_MAX_MSR_ENTRIES")

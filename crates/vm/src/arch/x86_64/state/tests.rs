@@ -204,13 +204,26 @@ fn chip_bytes(chip: &kvm_irqchip) -> [i8; 512] {
     unsafe { chip.chip.dummy }
 }
 
+/// Whether this host gives guests another TSC than its own; some that emulate guest kernel mode accept an offset and
+/// ignore it.
+fn offsets_tsc(kvm: &Kvm) -> bool {
+    let mem = testing::memory(16);
+    let vm = testing::bare_vm(kvm, &mem, 1);
+    let vcpu = &vm.vcpus[0];
+    let kept = sys::set_tsc_offset(vcpu, 1 << 40).and_then(|()| sys::tsc_offset(vcpu)) == Ok(1 << 40);
+    if !kept {
+        eprintln!("skipped: tsc part, since this host's kvm ignores tsc offsets");
+    }
+    kept
+}
+
 #[test]
 fn guest_time_stands_still_between_save_and_load() {
     let Some(kvm) = testing::kvm() else { return };
     let traits = StateTraits::probe(&kvm).unwrap();
     let mut vm = testing::payload_vm(&kvm, 64, 2, &counter());
-    let tsc = |vm: &TestVm, index: u64| vm.mem.read_obj::<u64>(GuestAddress(TIME + 4096 * index)).unwrap();
     (ring(&mut vm, 0), ring(&mut vm, 1));
+    let tsc = |vm: &TestVm, index: u64| vm.mem.read_obj::<u64>(GuestAddress(TIME + 4096 * index)).unwrap();
     let before = [tsc(&vm, 0), tsc(&vm, 1)];
     let state = save(&mut vm, &traits);
     let asleep = Duration::from_millis(300);
@@ -221,7 +234,7 @@ fn guest_time_stands_still_between_save_and_load() {
     let spent = started.elapsed();
     let ticks =
         |duration: Duration| (duration.as_nanos() * u128::from(state.0[0].tsc_khz) / 1_000_000) as u64;
-    for index in 0..2 {
+    for index in 0..if offsets_tsc(&kvm) { 2 } else { 0 } {
         let after = tsc(&child, index as u64);
         assert!(
             after > before[index],
