@@ -224,15 +224,7 @@ mod tests {
                     0x4965_6e69,
                 ],
             ),
-            leaf(
-                1,
-                [
-                    0x806f8,
-                    0x0012_0800,
-                    u32::MAX & !leaf1_ecx::TSC_DEADLINE,
-                    u32::MAX,
-                ],
-            ),
+            leaf(1, [0x806f8, 0x0012_0800, !leaf1_ecx::TSC_DEADLINE, u32::MAX]),
             leaf(0x4, [0x7c00_4121, 0, 0, 0]),
             kvm_cpuid_entry2 {
                 index: 3,
