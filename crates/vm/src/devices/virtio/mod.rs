@@ -11,6 +11,7 @@ pub mod queue;
 pub mod rng;
 pub mod transport;
 mod volatile;
+pub mod vsock;
 
 use rustix::event::epoll;
 

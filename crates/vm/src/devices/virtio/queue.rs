@@ -39,7 +39,7 @@ pub struct Chain<'a> {
 }
 
 /// A sequence of guest buffers, consumed from the front.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Buffers<'a> {
     slices: Vec<VolatileSlice<'a>>,
     /// First slice that is not used up.
@@ -73,6 +73,12 @@ impl<'a> Buffers<'a> {
         let (piece, rest) = slice.split_at(count).ok()?;
         self.slices[self.next] = rest;
         Some(piece)
+    }
+
+    /// Takes the first `count` bytes off the front; none, and nothing taken, when there are fewer.
+    pub fn take_front(&mut self, count: usize) -> Option<Buffers<'a>> {
+        let end = self.take_end(self.remaining.checked_sub(count)?)?;
+        Some(std::mem::replace(self, end))
     }
 
     /// Takes the last `count` bytes off the end; none, and nothing taken, when there are fewer.

@@ -9,7 +9,7 @@
 //! along in the same instant as RAM. The base is only read, by offset, and may be shared by any number of processes.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
 use offshoot_memory::{MemoryError, PageUse, Region};
@@ -145,6 +145,16 @@ impl OverlayDisk<Region> {
         let map = reserve((blocks as usize * 4).next_multiple_of(BLOCK_BYTES))?;
         let slots = reserve(slot_count as usize * BLOCK_BYTES)?;
         Ok(Self::new(base.into(), base_bytes, blocks, map, slots, slot_count))
+    }
+
+    /// The read-only base; children share it.
+    pub fn base_fd(&self) -> BorrowedFd<'_> {
+        self.base.as_fd()
+    }
+
+    /// Map and overlay, in the order of [`OverlayDisk::regions_mut`].
+    pub fn regions(&self) -> [&Region; 2] {
+        [&self.map, &self.slots]
     }
 
     /// Map and overlay, for freezing: their content may be moved to layers, not changed.
