@@ -74,7 +74,7 @@ impl Vsock {
     }
 
     /// Connections that the guest has accepted and that have not ended.
-    pub fn connections(&self) -> usize {
+    pub fn connection_count(&self) -> usize {
         self.table
             .iter()
             .filter(|(_, connection)| connection.state == State::Open)

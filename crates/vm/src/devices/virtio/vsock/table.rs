@@ -1,5 +1,6 @@
 //! All connections, and what waits to be sent to the guest.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};
 
 use super::connection::Connection;
@@ -44,8 +45,8 @@ impl Table {
         loop {
             let port = FIRST_HOST_PORT + self.used_ports % span;
             self.used_ports = self.used_ports.wrapping_add(1);
-            if !self.connections.contains_key(&port) {
-                self.connections.insert(port, connection);
+            if let Entry::Vacant(entry) = self.connections.entry(port) {
+                entry.insert(connection);
                 return port;
             }
         }

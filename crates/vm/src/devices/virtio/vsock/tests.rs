@@ -297,7 +297,7 @@ fn bytes_flow_both_ways() {
     );
     guest.send_data(port, b"hello host\n");
     assert_eq!(line(&mut client), "hello host\n");
-    assert_eq!(guest.driver.device().connections(), 1);
+    assert_eq!(guest.driver.device().connection_count(), 1);
     let metrics = guest.metrics();
     assert_eq!(
         (metrics.opened, metrics.to_guest_bytes, metrics.to_host_bytes),
@@ -396,7 +396,7 @@ fn half_close_leaves_the_other_direction_open() {
     guest.shut_down(port, SHUTDOWN_BOTH);
     assert_eq!(guest.ops(), [op::RESET]);
     assert_closed(&mut client);
-    assert_eq!(guest.driver.device().connections(), 0);
+    assert_eq!(guest.driver.device().connection_count(), 0);
 }
 
 #[test]
@@ -430,14 +430,14 @@ fn client_that_goes_away_shuts_the_guest_down() {
         (op::SHUTDOWN, SHUTDOWN_BOTH)
     );
     guest.send(port, op::RESET);
-    assert_eq!(guest.driver.device().connections(), 0);
+    assert_eq!(guest.driver.device().connection_count(), 0);
     // To a client that is gone, data is answered by a reset.
     let (client, port) = guest.open();
     drop(client);
     guest.send_data(port, b"anyone?");
     assert!(guest.ops().contains(&op::RESET));
     guest.poll();
-    assert_eq!(guest.driver.device().connections(), 0);
+    assert_eq!(guest.driver.device().connection_count(), 0);
 }
 
 #[test]
@@ -541,7 +541,7 @@ fn guest_that_ignores_its_credit_is_cut_off() {
         assert!(rounds < 100);
     }
     assert_eq!(guest.ops().last(), Some(&op::RESET));
-    assert_eq!(guest.driver.device().connections(), 0);
+    assert_eq!(guest.driver.device().connection_count(), 0);
     drop(client);
 }
 
@@ -563,7 +563,7 @@ fn fork_resets_old_connections_and_keeps_listeners() {
     let (mut old_client, old_port) = guest.open();
     guest.fork();
     assert_closed(&mut old_client);
-    assert_eq!(guest.driver.device().connections(), 0);
+    assert_eq!(guest.driver.device().connection_count(), 0);
     assert_eq!(guest.irqs.pulses(), 2, "the event, and what had been pending");
 
     // The guest still talks on the old connection: nobody is there.
@@ -574,6 +574,44 @@ fn fork_resets_old_connections_and_keeps_listeners() {
     assert_ne!(port, old_port);
     guest.send_data(port, b"child\n");
     assert_eq!(line(&mut client), "child\n");
+}
+
+/// A child that took its sockets off the epoll instance it inherited, or shut them down, would do so to its parent.
+#[test]
+fn detach_does_not_reach_the_parents_sockets() {
+    let mut guest = Guest::new();
+    let (mut client, port) = guest.open();
+    guest.poll();
+    // What the parent would hold.
+    let poll = guest.driver.poll.clone().unwrap();
+    let socket = guest
+        .driver
+        .transport()
+        .device_mut()
+        .table
+        .find(port)
+        .unwrap()
+        .socket
+        .try_clone()
+        .unwrap();
+    guest.fork();
+    client.write_all(b"parent").unwrap();
+    let mut events = Vec::with_capacity(4);
+    let wait = rustix::time::Timespec {
+        tv_sec: 10,
+        tv_nsec: 0,
+    };
+    let room = rustix::buffer::spare_capacity(&mut events);
+    rustix::event::epoll::wait(poll.epoll_fd(), room, Some(&wait)).unwrap();
+    assert_eq!(
+        events
+            .iter()
+            .map(|event| event.data.u64() as u32)
+            .collect::<Vec<_>>(),
+        [port]
+    );
+    (&socket).write_all(b"still there\n").unwrap();
+    assert_eq!(line(&mut client), "still there\n");
 }
 
 /// The guest closes every connection when it handles the reset; one made before that would be lost.
@@ -754,7 +792,7 @@ fn packets_that_are_none_are_dropped_or_reset() {
         guest.send_raw(&wrong, &[]);
         assert_eq!(guest.ops(), [op::RESET]);
     }
-    assert_eq!(guest.driver.device().connections(), 1);
+    assert_eq!(guest.driver.device().connection_count(), 1);
     for wrong in [
         Header { op: 77, ..good },
         Header {
