@@ -117,7 +117,8 @@ impl Template {
     }
 
     fn touch(&self) -> anyhow::Result<()> {
-        for page in (micro::FILL_BASE..micro::FILL_BASE + self.fill_bytes).step_by(4096 * 1024) {
+        let stride = micro::check_stride_bytes(self.fill_bytes) as usize;
+        for page in (micro::FILL_BASE..micro::FILL_BASE + self.fill_bytes).step_by(stride) {
             let found: u64 = self.ram.view().read_obj(GuestAddress(page))?;
             anyhow::ensure!(found == page, "page {page:#x} holds {found:#x}");
         }

@@ -19,8 +19,8 @@ const BASE: u64 = 0x10_0000;
 /// Guest-physical address of the first page that is filled.
 pub const FILL_BASE: u64 = 0x20_0000;
 const PAGE: i32 = 4096;
-/// A clone checks one page of this many, and all of the first megabyte.
-const CHECK_STRIDE_PAGES: i32 = 1024;
+/// Pages of the pattern that a clone checks, evenly spread.
+pub const CHECKED_PAGES: u64 = 16;
 /// Sweeps over its pages that a writer makes before it reports that all is well.
 pub const SWEEPS: i32 = 40;
 /// Guest-physical address of high memory.
@@ -55,7 +55,7 @@ pub fn answering(fill_bytes: u64) -> Result<Vec<u8>, IcedError> {
     a.cmp(eax, ebx)?;
     a.je(wait)?;
     a.mov(ebx, eax)?;
-    check_pattern(&mut a, torn)?;
+    check_pattern(&mut a, fill_bytes, torn)?;
     a.mov(rcx, FILL_BASE)?;
     a.mov(dword_ptr(rcx + 8), ebx)?;
     a.mov(eax, ebx)?;
@@ -79,7 +79,7 @@ pub fn floor(fill_bytes: u64) -> Result<Vec<u8>, IcedError> {
     let mut torn = a.create_label();
     a.mov(edx, u32::from(DOORBELL))?;
     a.mov(r9, FILL_BASE + fill_bytes)?;
-    check_pattern(&mut a, torn)?;
+    check_pattern(&mut a, fill_bytes, torn)?;
     a.mov(rcx, FILL_BASE)?;
     a.mov(dword_ptr(rcx + 8), edi)?;
     a.mov(eax, 1)?;
@@ -90,14 +90,20 @@ pub fn floor(fill_bytes: u64) -> Result<Vec<u8>, IcedError> {
     a.assemble(BASE)
 }
 
-/// Compares every [`CHECK_STRIDE_PAGES`]th page up to R9 with its address.
-fn check_pattern(a: &mut CodeAssembler, torn: CodeLabel) -> Result<(), IcedError> {
+/// Bytes between two pages that [`check_pattern`] looks at.
+pub fn check_stride_bytes(fill_bytes: u64) -> u64 {
+    (fill_bytes / CHECKED_PAGES).next_multiple_of(PAGE as u64)
+}
+
+/// Compares [`CHECKED_PAGES`] pages up to R9 with their addresses.
+fn check_pattern(a: &mut CodeAssembler, fill_bytes: u64, torn: CodeLabel) -> Result<(), IcedError> {
+    let stride = i32::try_from(check_stride_bytes(fill_bytes)).expect("a sixteenth of a guest is below 2 GiB");
     let mut check = a.create_label();
     a.mov(rcx, FILL_BASE)?;
     a.set_label(&mut check)?;
     a.cmp(qword_ptr(rcx), rcx)?;
     a.jne(torn)?;
-    a.add(rcx, CHECK_STRIDE_PAGES * PAGE)?;
+    a.add(rcx, stride)?;
     a.cmp(rcx, r9)?;
     a.jb(check)
 }

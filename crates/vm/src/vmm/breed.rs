@@ -173,6 +173,8 @@ impl Newborn {
             return fail(&control, &VmmError::Close(error));
         }
         process::leave_zygote();
+        // Whatever it says in distress goes to its own log. If this fails it has no voice, which harms nobody.
+        let _ = rustix::stdio::dup2_stderr(&embryo.log);
         process::name_process(&embryo.spec.id);
         machine.config.id = embryo.spec.id;
         machine.config.vm_generation = embryo.spec.vm_generation;

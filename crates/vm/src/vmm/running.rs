@@ -353,7 +353,7 @@ pub fn status(machine: &Machine, role: PublicRole, kvm_exits: u64) -> Status {
         overlay_limit_bytes,
         overlay_refused_writes,
         log_dropped_bytes: lock(machine.serial()).log().dropped_bytes(),
-        vsock_connections: machine.vsock().map_or(0, |vsock| lock(vsock).device().connection_count() as u64),
+        vsock_connections: machine.vsock().map_or(0, |vsock| lock(vsock).device().connections() as u64),
         memory_bytes: machine.ram.len_bytes(),
     }
 }
