@@ -11,12 +11,12 @@ use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
-use hyper_util::rt::TokioIo;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 
 use crate::failure::{Failure, Kind, Report, Result};
+use crate::socket::Socket;
 use crate::wire::Sandbox;
 
 /// Root of the API's paths.
@@ -56,6 +56,7 @@ impl Client {
         let mut sender = self.connect().await?;
         match tokio::time::timeout(deadline, sender.send_request(request)).await {
             Ok(Ok(response)) => Ok(response),
+            Ok(Err(error)) if error.is_user() => Err(unsendable(&error)),
             Ok(Err(error)) => Err(self.lost(&what, &error).into()),
             Err(_) => Err(self.late(&what, deadline).into()),
         }
@@ -135,7 +136,7 @@ impl Client {
             Ok(Err(error)) => return Err(self.refused(&error).into()),
             Err(_) => return Err(self.late("a connection", CONNECT_DEADLINE).into()),
         };
-        let (sender, connection) = http1::handshake(TokioIo::new(stream))
+        let (sender, connection) = http1::handshake(Socket::new(stream))
             .await
             .map_err(|error| self.lost("a connection", &error))?;
         // Ends by itself when the response has been read or dropped.
@@ -175,6 +176,12 @@ impl Client {
         );
         Report::new(Kind::Unreachable, "daemon_connection_lost", message)
     }
+}
+
+/// The request's own body failed: what it was read from.
+fn unsendable(error: &hyper::Error) -> Failure {
+    let source = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
+    Failure::local("cannot send", &io::Error::other(source))
 }
 
 /// A request to `path` below the API's root.
@@ -394,5 +401,34 @@ mod tests {
         );
         let text = failure_of_answer(StatusCode::BAD_REQUEST, b"nope");
         assert_eq!(text.message, "the daemon answered 400 Bad Request: nope");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_silent_stream_ends_when_the_other_side_has_died() {
+        let asked = std::cell::Cell::new(0);
+        let alive = async || {
+            asked.set(asked.get() + 1);
+            if asked.get() < 4 {
+                Ok(())
+            } else {
+                Err(Failure::usage("died"))
+            }
+        };
+        let began = tokio::time::Instant::now();
+        let result: Result<()> = unless_dead(std::future::pending(), alive).await;
+        assert!(matches!(result, Err(Failure::Report(report)) if report.message == "died"));
+        assert_eq!(
+            (asked.get(), began.elapsed().as_secs()),
+            (4, 4 * SILENCE.as_secs())
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_slow_answer_from_a_living_side_is_waited_for() {
+        let slow = async {
+            tokio::time::sleep(SILENCE * 10).await;
+            Ok(7)
+        };
+        assert_eq!(unless_dead(slow, async || Ok(())).await.unwrap(), 7);
     }
 }

@@ -14,6 +14,7 @@ mod failure;
 mod plan;
 mod process;
 mod progress;
+mod socket;
 mod text;
 mod ui;
 mod wire;

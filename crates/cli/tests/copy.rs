@@ -71,14 +71,18 @@ fn what_cannot_go_in_is_named() {
 }
 
 #[test]
-fn a_full_guest_disk_is_the_failure() {
+fn a_full_guest_disk_is_the_failure_though_most_is_not_sent() {
     let full = || async { answer(507, json!({"code": 507, "message": "no space for '/x'"})) };
-    let fake = Fake::start(Router::new().route(FILES, post(full)));
-    let ended = fake.run_with(&["cp", "-", "sb:/x"], b"hello");
-    assert_eq!(
-        (ended.code, ended.stderr.as_str()),
-        (6, "error: no space for '/x'\n")
-    );
+    let fake = Fake::start_unrecorded(Router::new().route(FILES, post(full)));
+    let file = fake.folder.path().join("large");
+    std::fs::File::create(&file).unwrap().set_len(64 << 20).unwrap();
+    for _ in 0..10 {
+        let ended = fake.run(&["cp", file.to_str().unwrap(), "sb:/x"]);
+        assert_eq!(
+            (ended.code, ended.stderr.as_str()),
+            (6, "error: no space for '/x'\n")
+        );
+    }
 }
 
 fn giving(response: impl Fn() -> Response + Clone + Send + Sync + 'static) -> Fake {

@@ -18,7 +18,7 @@ use crate::process::{Input, Spec, WindowSize};
 use crate::ui::{Format, Ui};
 use crate::wire::{NewTemplate, Warm};
 
-const MAX_SOURCE_BYTES: u64 = 16 << 20;
+const MAX_SOURCE_BYTES: u64 = 8 << 20;
 
 /// A command ready to run.
 #[derive(Debug)]

@@ -63,16 +63,26 @@ pub struct Fake {
 impl Fake {
     /// Serves `routes` below the API's root.
     pub fn start(routes: Router) -> Self {
+        let requests: Arc<Mutex<Vec<Recorded>>> = Arc::default();
+        let log = requests.clone();
+        let recorder = middleware::from_fn(move |request, next| {
+            let log = log.clone();
+            async move { record(&log, request, next).await }
+        });
+        Self::serve(
+            Router::new().nest("/offshoot/v1", routes).layer(recorder),
+            requests,
+        )
+    }
+
+    /// Serves `routes` below the API's root; they get each request's body as it comes, and nothing is recorded.
+    pub fn start_unrecorded(routes: Router) -> Self {
+        Self::serve(Router::new().nest("/offshoot/v1", routes), Arc::default())
+    }
+
+    fn serve(app: Router, requests: Arc<Mutex<Vec<Recorded>>>) -> Self {
         let folder = TempDir::new().unwrap();
         let socket = folder.path().join("d.sock");
-        let requests = Arc::new(Mutex::new(Vec::new()));
-        let log = requests.clone();
-        let app = Router::new()
-            .nest("/offshoot/v1", routes)
-            .layer(middleware::from_fn(move |request, next| {
-                let log = log.clone();
-                async move { record(&log, request, next).await }
-            }));
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()

@@ -1,4 +1,4 @@
-//! `shell` on a real pseudo-terminal: raw while it runs, as before on every way out.
+//! What needs a real terminal: `shell`, raw while it runs and as before on every way out, and progress bars.
 
 #![allow(clippy::unwrap_used, reason = "a test ends where something is not as it says")]
 
@@ -198,4 +198,63 @@ fn without_a_terminal_the_way_out_is_named() {
     let ended = fake.run(&["shell", "sb"]);
     assert_eq!(ended.code, 2);
     assert!(ended.stderr.contains("use exec -i"), "{}", ended.stderr);
+}
+
+#[test]
+fn bars_are_drawn_on_a_terminal_and_results_stay_apart() {
+    let events = [
+        json!({"type": "progress", "step": "boot", "message": "kernel up"}),
+        json!({"type": "progress", "step": "freeze", "message": "", "done": 1, "total": 2}),
+        json!({"type": "result", "value": {"name": "py"}}),
+    ];
+    let slowly = move || async move {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            for event in events {
+                tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+                sender.send(format!("{event}\n").into_bytes()).unwrap();
+            }
+        });
+        streamed("application/x-ndjson", receiver)
+    };
+    let routes = Router::new().route("/templates", post(slowly)).route(
+        "/sandboxes/sb/envd/files",
+        axum::routing::get(|| async { vec![0_u8; 9_000_000] }),
+    );
+    let fake = Fake::start(routes);
+    let terminal = Terminal::open();
+    terminal.size(100, 30);
+    let run = |args: &[&str]| {
+        let stderr = Stdio::from(terminal.theirs.try_clone().unwrap());
+        let mut child = fake
+            .command(args)
+            .env("TERM", "xterm")
+            .stdout(Stdio::piped())
+            .stderr(stderr)
+            .spawn()
+            .unwrap();
+        let stdout = collect(child.stdout.take().unwrap());
+        assert_eq!(wait(&mut child).code(), Some(0));
+        stdout.join().unwrap()
+    };
+    let warm = fake.folder.path().join("warm.py");
+    std::fs::write(&warm, "").unwrap();
+    assert_eq!(
+        run(&[
+            "template",
+            "build",
+            "py",
+            "--image",
+            "deb",
+            "--warm",
+            warm.to_str().unwrap()
+        ]),
+        "py\n"
+    );
+    until("the step on the terminal", || {
+        terminal.shows("boot: kernel up") && terminal.shows("1/2")
+    });
+    until("the remark", || terminal.shows("made template py in"));
+    assert_eq!(run(&["cp", "sb:/x", "-"]).len(), 9_000_000);
+    until("the remark", || terminal.shows("copied 8.6 MiB from sb:/x"));
 }
