@@ -269,9 +269,9 @@ pub struct TemplateBuildArgs {
     /// Image to boot
     #[arg(long, value_parser = name)]
     pub image: String,
-    /// Python file to run before freezing; `-` for standard input
+    /// Python file to run in the interpreter before freezing; `-` for standard input
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    pub warm: PathBuf,
+    pub warm: Option<PathBuf>,
     /// Guest memory
     #[arg(long, default_value_t = 512, value_name = "MIB", value_parser = clap::value_parser!(u32).range(128..=12_288))]
     pub memory_mib: u32,

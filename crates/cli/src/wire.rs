@@ -230,7 +230,8 @@ pub struct NewTemplate {
     /// Appended to the kernel command line.
     pub cmdline: String,
     /// What to run before freezing.
-    pub warm: Warm,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warm: Option<Warm>,
     /// Bound of the warm-up, milliseconds.
     pub warm_timeout_ms: u64,
     /// Bound of the boot, milliseconds.

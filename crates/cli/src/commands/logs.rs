@@ -13,8 +13,8 @@ use crate::plan::LogsPlan;
 use crate::ui::{GuestOutput, Stream};
 
 const POLL: Duration = Duration::from_millis(400);
-/// More than a console log is ever allowed to hold, so that growth shows as new bytes at the end.
-const FOLLOW_BYTES: u64 = 64 << 20;
+/// The most that the daemon gives: while a console log is shorter, growth shows as new bytes at its end.
+const FOLLOW_BYTES: u64 = 16 << 20;
 
 /// Prints the console; with `follow` until the sandbox ends.
 pub async fn logs(context: &Context, plan: &LogsPlan) -> Result<u8> {

@@ -18,7 +18,8 @@ use crate::process::{Input, Spec, WindowSize};
 use crate::ui::{Format, Ui};
 use crate::wire::{NewTemplate, Warm};
 
-const MAX_SOURCE_BYTES: u64 = 8 << 20;
+/// What the daemon takes, with room for the quoting of JSON.
+const MAX_SOURCE_BYTES: u64 = 4 << 20;
 
 /// A command ready to run.
 #[derive(Debug)]
@@ -245,20 +246,8 @@ fn template(command: TemplateCommand) -> Result<Action> {
 }
 
 fn new_template(args: TemplateBuildArgs) -> Result<NewTemplate> {
-    let file_name = args
-        .warm
-        .file_name()
-        .map_or_else(|| "warm.py".into(), |name| name.to_string_lossy().into_owned());
-    let file_name = if file_name == "-" {
-        "<stdin>".into()
-    } else {
-        file_name
-    };
     Ok(NewTemplate {
-        warm: Warm {
-            source: source(&args.warm)?,
-            file_name,
-        },
+        warm: args.warm.as_deref().map(warm).transpose()?,
         name: args.name,
         image: args.image,
         memory_mib: args.memory_mib,
@@ -268,6 +257,18 @@ fn new_template(args: TemplateBuildArgs) -> Result<NewTemplate> {
         cmdline: args.cmdline,
         warm_timeout_ms: whole_ms(args.warm_timeout),
         boot_timeout_ms: whole_ms(args.boot_timeout),
+    })
+}
+
+fn warm(path: &Path) -> Result<Warm> {
+    let file_name = match path.file_name() {
+        _ if path == Path::new("-") => "<stdin>".into(),
+        Some(name) => name.to_string_lossy().into_owned(),
+        None => return Err(Failure::usage(format!("{} names no file", path.display()))),
+    };
+    Ok(Warm {
+        source: source(path)?,
+        file_name,
     })
 }
 
