@@ -1,6 +1,6 @@
 //! The guest's initramfs: the agent as `/init`, and the modules it loads before it can mount its root.
 //!
-//! `/modules/order` has one file name of `/modules` a line, in the order of loading.
+//! `/modules/order` has the path of one module a line, in the order of loading.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -92,8 +92,7 @@ pub fn add_modules(cpio: &mut Cpio, modules_dir: &Path, names: &[&str]) -> Resul
             .to_string_lossy()
             .into_owned();
         cpio.file(&format!("modules/{name}"), 0o644, &read(&path)?);
-        order.push_str(&name);
-        order.push('\n');
+        order.push_str(&format!("/modules/{name}\n"));
     }
     cpio.file("modules/order", 0o644, order.as_bytes());
     Ok(())
@@ -168,7 +167,7 @@ mod tests {
         fs::write(&agent, program(1)).unwrap();
         assert_eq!(build(&agent, dir.path(), &["b"]).unwrap(), first);
         let text = String::from_utf8_lossy(&first);
-        assert!(text.contains("a.ko\nb.ko\n"));
+        assert!(text.contains("/modules/a.ko\n/modules/b.ko\n"));
         assert!(text.find("AAAA").unwrap() < text.find("BBBB").unwrap());
     }
 

@@ -3,8 +3,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Lines of the console that are shown after a failure.
-const SHOWN_LINES: usize = 40;
+/// Lines of the console that are shown after the lab failed.
+pub const FAILURE_LINES: usize = 40;
+/// Lines of the console that are shown after the command failed.
+pub const STATUS_LINES: usize = 8;
 /// Bytes from the file's end that are looked at.
 const TAIL_BYTES: usize = 64 * 1024;
 /// What the kernel says when it cannot go on.
@@ -37,11 +39,11 @@ impl Console {
         fatal_line(&self.tail())
     }
 
-    /// The last lines, indented.
-    pub fn last_lines(&self) -> String {
+    /// The last `count` lines, indented.
+    pub fn last_lines(&self, count: usize) -> String {
         let tail = self.tail();
         let lines: Vec<&str> = tail.lines().filter(|line| !line.trim().is_empty()).collect();
-        let begin = lines.len().saturating_sub(SHOWN_LINES);
+        let begin = lines.len().saturating_sub(count);
         lines[begin..]
             .iter()
             .map(|line| format!("  | {}", line.trim_end()))
@@ -80,7 +82,7 @@ mod tests {
     #[test]
     fn a_missing_console_has_no_lines() {
         let console = Console::new("/no/such/console".into());
-        assert_eq!(console.last_lines(), "");
+        assert_eq!(console.last_lines(9), "");
         assert_eq!(console.fatal_line(), None);
     }
 }

@@ -30,7 +30,7 @@ const MODULES: [&str; 10] = [
 /// Kernel command line. Warnings and worse go to the console; an oops ends the machine; no time is spent on defences
 /// against guests that are our own.
 const COMMAND_LINE: &str = "console=ttyS0 quiet loglevel=5 oops=panic panic=-1 mitigations=off random.trust_cpu=on \
-                            cgroup_no_v1=all no_timer_check";
+                            cgroup_no_v1=all no_timer_check tsc=reliable";
 /// How long a virtiofs server may take to listen.
 const SERVER_WAIT: Duration = Duration::from_secs(10);
 

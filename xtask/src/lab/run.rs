@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGWINCH};
 use xtask::lab_protocol::{FromLab, ToLab};
 
-use super::console::Console;
+use super::console::{self, Console};
 use super::link::{Link, Listeners};
 use super::machine::{self, Machine};
 use super::plan::Plan;
@@ -69,7 +69,18 @@ pub fn run(plan: &Plan<'_>) -> Result<u8> {
             .with_context(|| format!("could not keep the console in {}", path.display()))?;
     }
     match ending? {
-        Ending::Exited(code) => Ok(code),
+        Ending::Exited(0) => Ok(0),
+        Ending::Exited(code) => {
+            // A shell's status is that of the last thing somebody typed, and they saw it.
+            if plan.job.terminal.is_none() {
+                let lines = console.last_lines(console::STATUS_LINES);
+                eprintln!(
+                    "lab: {} ended with status {code}; the console's last lines:\n{lines}",
+                    plan.job.argv[0]
+                );
+            }
+            Ok(code)
+        }
         Ending::Failed(what, code) => {
             report_failure(plan, &what, &console, &scratch);
             Ok(code)
@@ -209,7 +220,10 @@ fn resize(control: &mut UnixStream) {
 
 fn report_failure(plan: &Plan<'_>, what: &str, console: &Console, scratch: &Scratch) {
     eprintln!("lab: {what}");
-    eprintln!("lab: the console's last lines:\n{}", console.last_lines());
+    eprintln!(
+        "lab: the console's last lines:\n{}",
+        console.last_lines(console::FAILURE_LINES)
+    );
     let said = fs::read_to_string(scratch.path().join("qemu.log")).unwrap_or_default();
     if !said.trim().is_empty() {
         eprintln!("lab: {} said: {}", plan.assets.qemu_version(), said.trim());

@@ -85,17 +85,18 @@ pub fn extract(image: &[u8]) -> Result<Vec<u8>, BzImageError> {
     let (data, length) = payload.split_at(payload.len() - 4);
     let expected = u32_at(length, 0).unwrap_or(0) as usize;
     let damaged = |reason: String| BzImageError::Damaged { reason };
+    let decompress = match data {
+        _ if data.starts_with(LZ4_LEGACY_MAGIC) => lz4_legacy,
+        _ if data.starts_with(ZSTD_MAGIC) => zstd,
+        _ => {
+            let magic = crate::digest::hex(&data[..data.len().min(6)]);
+            return Err(BzImageError::UnknownCompression { magic });
+        }
+    };
     if expected > MAX_KERNEL_BYTES {
         return Err(damaged(format!("it claims to have {expected} bytes")));
     }
-    let kernel = if let Some(blocks) = data.strip_prefix(LZ4_LEGACY_MAGIC) {
-        lz4_legacy(blocks, expected)?
-    } else if data.starts_with(ZSTD_MAGIC) {
-        zstd(data, expected)?
-    } else {
-        let magic = crate::digest::hex(&data[..data.len().min(6)]);
-        return Err(BzImageError::UnknownCompression { magic });
-    };
+    let kernel = decompress(data, expected)?;
     if kernel.len() != expected {
         return Err(damaged(format!(
             "{} bytes came out where {expected} are announced",
@@ -138,7 +139,8 @@ fn payload(image: &[u8]) -> Result<&[u8], BzImageError> {
     end.and_then(|end| image.get(offset..end)).ok_or(out)
 }
 
-fn lz4_legacy(mut blocks: &[u8], expected: usize) -> Result<Vec<u8>, BzImageError> {
+fn lz4_legacy(data: &[u8], expected: usize) -> Result<Vec<u8>, BzImageError> {
+    let mut blocks = &data[LZ4_LEGACY_MAGIC.len()..];
     let damaged = |reason: String| BzImageError::Damaged { reason };
     let mut kernel = Vec::with_capacity(expected);
     let mut buffer = vec![0u8; LZ4_BLOCK_BYTES];

@@ -120,11 +120,15 @@ impl Kernel {
 /// Fails where apt knows no kernel (after one `apt-get update`), the package cannot be downloaded, or it lacks a part.
 pub fn debian_cloud(cache: &Cache, report: &mut Reporter<'_>) -> Result<Kernel, KernelError> {
     report.say("looking up Debian's cloud kernel");
+    let lists = Path::new("/var/lib/apt/lists");
+    if let Some(package) = remembered(cache, lists) {
+        return from_package(cache, &package, report);
+    }
     if let Some(package) = resolve()? {
         match from_package(cache, &package, report) {
             // A package list from before a security update names a file that the archive no longer has.
             Err(KernelError::Tool(ToolError::Failed { program, .. })) if program == "apt-get" => {}
-            other => return other,
+            other => return other.inspect(|_| remember(cache, lists, &package)),
         }
     }
     report.say("updating the package lists");
@@ -132,7 +136,60 @@ pub fn debian_cloud(cache: &Cache, report: &mut Reporter<'_>) -> Result<Kernel, 
     update.command().args(["update", "-qq"]);
     update.output()?;
     let package = resolve()?.ok_or(KernelError::Unresolved)?;
-    from_package(cache, &package, report)
+    from_package(cache, &package, report).inspect(|_| remember(cache, lists, &package))
+}
+
+/// What apt answered, and from which state of its lists: asking it takes seconds.
+#[derive(Debug, Serialize, Deserialize)]
+struct Answer {
+    lists_changed_ns: u128,
+    package: Package,
+}
+
+/// Where the last answer is.
+fn answer_file(cache: &Cache) -> PathBuf {
+    cache.root().join("kernel/answer.json")
+}
+
+/// When the package lists were last changed, nanoseconds since the Unix epoch; files in there are replaced, not written.
+fn changed_ns(lists: &Path) -> Option<u128> {
+    let changed = fs::metadata(lists).ok()?.modified().ok()?;
+    Some(
+        changed
+            .duration_since(std::time::SystemTime::UNIX_EPOCH)
+            .ok()?
+            .as_nanos(),
+    )
+}
+
+/// The last answer, if the package lists are still the same and its kernel is there.
+fn remembered(cache: &Cache, lists: &Path) -> Option<Package> {
+    let answer: Answer = serde_json::from_slice(&fs::read(answer_file(cache)).ok()?).ok()?;
+    let fresh = changed_ns(lists) == Some(answer.lists_changed_ns);
+    (fresh && cache.place("kernel", &key_of(&answer.package)).is_dir()).then_some(answer.package)
+}
+
+/// Keeps an answer. One that cannot be kept costs the next caller seconds, nothing else.
+fn remember(cache: &Cache, lists: &Path, package: &Package) {
+    let Some(lists_changed_ns) = changed_ns(lists) else {
+        return;
+    };
+    let answer = Answer {
+        lists_changed_ns,
+        package: package.clone(),
+    };
+    let write = || -> std::io::Result<()> {
+        let path = answer_file(cache);
+        let file = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(cache.root()))?;
+        serde_json::to_writer(&file, &answer)?;
+        file.persist(path)?;
+        Ok(())
+    };
+    let _ = write();
+}
+
+fn key_of(package: &Package) -> String {
+    digest::key_of(&(RECIPE, &package.name, &package.version))
 }
 
 /// The package that the meta package stands for now.
@@ -170,8 +227,9 @@ fn field<'a>(record: &'a str, name: &str) -> Option<&'a str> {
 }
 
 fn from_package(cache: &Cache, package: &Package, report: &mut Reporter<'_>) -> Result<Kernel, KernelError> {
-    let key = digest::key_of(&(RECIPE, &package.name, &package.version));
-    let dir = cache.entry("kernel", &key, |staging| unpack(staging, package, report))?;
+    let dir = cache.entry("kernel", &key_of(package), |staging| {
+        unpack(staging, package, report)
+    })?;
     let path = dir.join("kernel.json");
     let text = fs::read(&path).map_err(io("read", &path))?;
     let description =
@@ -269,6 +327,29 @@ fn only_child(dir: &Path, fits: impl Fn(&str) -> bool) -> Result<Option<PathBuf>
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_answer_is_remembered_while_the_lists_and_the_kernel_are_the_same() {
+        let dir = tempfile::tempdir().unwrap();
+        let (cache, lists) = (Cache::new(dir.path().join("cache")), dir.path().join("lists"));
+        fs::create_dir(&lists).unwrap();
+        let package = Package {
+            name: "linux".to_owned(),
+            version: "1".to_owned(),
+        };
+        assert_eq!(remembered(&cache, &lists), None);
+        let place = cache
+            .entry::<CacheError>("kernel", &key_of(&package), |_| Ok(()))
+            .unwrap();
+        remember(&cache, &lists, &package);
+        assert_eq!(remembered(&cache, &lists), Some(package.clone()));
+        std::thread::sleep(Duration::from_millis(20));
+        fs::write(lists.join("new"), "").unwrap();
+        assert_eq!(remembered(&cache, &lists), None);
+        remember(&cache, &lists, &package);
+        fs::remove_dir(place).unwrap();
+        assert_eq!(remembered(&cache, &lists), None);
+    }
 
     #[test]
     fn package_records_are_read() {

@@ -28,13 +28,12 @@ pub fn mount_early() -> Result<()> {
 /// Loads the modules in `/modules`, in their order.
 pub fn load_modules() -> Result<()> {
     let order = fs::read_to_string("/modules/order").context("could not read /modules/order")?;
-    for name in order.lines() {
-        let path = Path::new("/modules").join(name);
-        let file = File::open(&path).with_context(|| format!("could not open {}", path.display()))?;
+    for path in order.lines() {
+        let file = File::open(path).with_context(|| format!("could not open {path}"))?;
         match rustix::system::finit_module(&file, c"", 0) {
             Ok(()) | Err(rustix::io::Errno::EXIST) => {}
             // A machine without the device or the feature does without the module; the tests say what they miss.
-            Err(errno) => eprintln!("lab-init: module {name} was not loaded: {errno}"),
+            Err(errno) => eprintln!("lab-init: {path} was not loaded: {errno}"),
         }
     }
     Ok(())
