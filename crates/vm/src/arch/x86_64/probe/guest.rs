@@ -47,7 +47,7 @@ pub struct Program {
     pub code: &'static [u8],
     /// Privilege.
     pub ring: Ring,
-    /// RDI.
+    /// RDI: turns, at first.
     pub count: u64,
 }
 
@@ -56,13 +56,46 @@ pub struct Program {
 /// # Errors
 /// One line: what the guest did instead of writing to the port, or what KVM refused.
 pub fn run(program: Program, deadline: Duration) -> Result<Run, String> {
+    watched(deadline, move || Guest::new(program)?.run(program.count))
+}
+
+/// Time of one turn of the loop `program`, seconds. Its turns grow from [`Program::count`] until a run lasts `enough`; what a
+/// run without turns takes is not counted.
+///
+/// # Errors
+/// As [`run`].
+pub fn seconds_a_turn(program: Program, enough: Duration, deadline: Duration) -> Result<f64, String> {
+    const GROWTH: u64 = 8;
+    const MOST: u64 = 1 << 26;
+    watched(deadline, move || {
+        let mut guest = Guest::new(program)?;
+        // The first run also brings code and page tables into the caches of whoever translates them.
+        guest.run(1)?;
+        let entry = guest.run(1)?.took;
+        let mut turns = program.count;
+        loop {
+            let took = guest.run(turns)?.took.saturating_sub(entry);
+            if took >= enough || turns >= MOST {
+                // A clock that did not move says nothing better than its resolution.
+                return Ok(took.max(Duration::from_nanos(1)).as_secs_f64() / turns as f64);
+            }
+            turns *= GROWTH;
+        }
+    })
+}
+
+/// Does `work`, which runs guests, on a thread of its own and interrupts it after `deadline`.
+fn watched<T: Send + 'static>(
+    deadline: Duration,
+    work: impl FnOnce() -> Result<T, String> + Send + 'static,
+) -> Result<T, String> {
     install_kick_handler();
     let (sender, receiver) = mpsc::channel();
     let thread = std::thread::Builder::new()
         .name("probe".into())
         .spawn(move || {
             // The receiver may have given up.
-            let _ = sender.send(Guest::new(program).and_then(|mut guest| guest.run(program.count)));
+            let _ = sender.send(work());
         })
         .map_err(|error| format!("could not start a thread: {error}"))?;
     let started = Instant::now();
@@ -161,6 +194,13 @@ impl Guest {
     }
 
     fn run(&mut self, count: u64) -> Result<Run, String> {
+        // Completes the port write that ended the run before, which would else overwrite the registers.
+        self.vcpu.set_kvm_immediate_exit(1);
+        let settled = self.vcpu.run().map(|exit| format!("{exit:?}"));
+        self.vcpu.set_kvm_immediate_exit(0);
+        if let Ok(exit) = settled {
+            return Err(format!("unexpected exit {exit} before the guest was entered"));
+        }
         let regs = kvm_regs {
             rip: CODE.0,
             rdi: count,

@@ -22,14 +22,12 @@ use super::segments::Ring;
 pub const MIN_KERNEL_MIPS: f64 = 20.0;
 /// The only version there is (Documentation/virt/kvm/api.rst, 4.1).
 const API_VERSION: i32 = 12;
-/// Longest time of one run.
-const DEADLINE: Duration = Duration::from_secs(2);
+/// Longest time of one measurement.
+const DEADLINE: Duration = Duration::from_secs(3);
 /// Turns of the loop at first: a few thousand instructions, a few milliseconds where they are emulated.
 const FIRST_TURNS: u64 = 2_000;
-/// A run this long is not mostly entry and exit.
-const LONG_ENOUGH: Duration = Duration::from_millis(2);
-/// Most turns: 20 million instructions.
-const MAX_TURNS: u64 = 10_000_000;
+/// A run this long is timed well enough.
+const LONG_ENOUGH: Duration = Duration::from_millis(10);
 
 /// A KVM capability Offshoot needs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -157,24 +155,15 @@ fn attempt(trial: &code::Trial) -> KernelInstruction {
     }
 }
 
-/// Speed of the loop, from the first run that is long enough.
+/// Speed of the loop.
 fn mips(ring: Ring) -> Result<f64, String> {
-    let mut turns = FIRST_TURNS;
-    loop {
-        let run = guest::run(
-            Program {
-                code: code::LOOP,
-                ring,
-                count: turns,
-            },
-            DEADLINE,
-        )?;
-        if run.took >= LONG_ENOUGH || turns >= MAX_TURNS {
-            let instructions = (turns * code::LOOP_INSTRUCTIONS) as f64;
-            return Ok(instructions / run.took.as_secs_f64() / 1e6);
-        }
-        turns = (turns * 16).min(MAX_TURNS);
-    }
+    let program = Program {
+        code: code::LOOP,
+        ring,
+        count: FIRST_TURNS,
+    };
+    let seconds = guest::seconds_a_turn(program, LONG_ENOUGH, DEADLINE)?;
+    Ok(code::LOOP_INSTRUCTIONS as f64 / seconds / 1e6)
 }
 
 /// Whether Linux runs, and the one line that says why.

@@ -55,24 +55,32 @@ pub fn load_clock(vm: &VmFd, state: &VmState) -> Result<TscPlan, StateError> {
     })
 }
 
-/// Second step: once for each vCPU, freshly created. Cost: 12 ioctls, one more for a guest with other TSC frequency.
+/// Second step: once for each vCPU, freshly created. Cost: 6 ioctls, and one for each
+/// of MSRs, TSC deadline, run state, extended control registers, debug registers, events and TSC frequency that differs
+/// from a fresh vCPU's.
 ///
 /// # Errors
 /// Says which ioctl failed, or which MSR was refused; the VM is then not to be run.
 pub fn load_vcpu(vcpu: &VcpuFd, state: &VcpuState, plan: &TscPlan) -> Result<(), StateError> {
     let kvm = StateError::kvm;
     vcpu.set_cpuid2(&state.cpuid).map_err(kvm("set cpuid"))?;
-    vcpu.set_mp_state(state.mp_state)
-        .map_err(kvm("set the run state"))?;
+    if state.differs.mp_state {
+        vcpu.set_mp_state(state.mp_state)
+            .map_err(kvm("set the run state"))?;
+    }
     vcpu.set_regs(&state.regs).map_err(kvm("set the registers"))?;
     vcpu.set_sregs(&state.sregs)
         .map_err(kvm("set the segment registers"))?;
-    vcpu.set_xcrs(&state.xcrs)
-        .map_err(kvm("set the extended control registers"))?;
+    if state.differs.xcrs {
+        vcpu.set_xcrs(&state.xcrs)
+            .map_err(kvm("set the extended control registers"))?;
+    }
     sys::write_xsave(vcpu, &state.xsave).map_err(kvm("set the extended state"))?;
-    vcpu.set_debug_regs(&state.debugregs)
-        .map_err(kvm("set the debug registers"))?;
-    if vcpu.get_tsc_khz().map_err(kvm("read the tsc frequency"))? != state.tsc_khz {
+    if state.differs.debugregs {
+        vcpu.set_debug_regs(&state.debugregs)
+            .map_err(kvm("set the debug registers"))?;
+    }
+    if state.differs.tsc_khz {
         vcpu.set_tsc_khz(state.tsc_khz)
             .map_err(kvm("set the tsc frequency"))?;
     }
@@ -91,8 +99,11 @@ pub fn load_vcpu(vcpu: &VcpuFd, state: &VcpuState, plan: &TscPlan) -> Result<(),
         };
         msrs::write(vcpu, &msrs::batches(&[msr]))?;
     }
-    vcpu.set_vcpu_events(&state.events)
-        .map_err(kvm("set pending events"))
+    if state.differs.events {
+        vcpu.set_vcpu_events(&state.events)
+            .map_err(kvm("set pending events"))?;
+    }
+    Ok(())
 }
 
 /// Last step: interrupt controllers and timer. Cost: 4 ioctls.

@@ -10,12 +10,13 @@
 //!
 //! **Time.** Guest time stands still between [`save_vm`] and [`load_clock`]: kvmclock goes on at its saved value, every
 //! TSC at what it was at that instant. All TSCs are moved by the same distance, so that vCPUs whose TSCs agreed before
-//! agree after. Wall time is behind afterwards; setting it is the identity's task.
+//! agree after. Where KVM keeps no offsets because the host's TSC is unstable, the TSC is an MSR like others, and KVM brings
+//! vCPUs into step that are loaded within a second. Wall time is behind afterwards; setting it is the identity's task.
 //!
 //! **MSRs.** Saved is what `KVM_GET_MSR_INDEX_LIST` names, without Hyper-V's, which our CPUID keeps from the guest, and
 //! without what this KVM does not let a vCPU with our CPUID read, or does not take back though the value is its own (host
 //! properties and counters, not state); the latter are found once, by [`StateTraits::probe`]. Loaded is what differs from a fresh vCPU with the same CPUID: such a vCPU is what it is loaded
-//! into. An MSR that is refused then is an error: a guest that silently lost state would fail much later.
+//! into; so is other small state. An MSR that is refused then is an error: a guest that silently lost state would fail much later.
 
 mod load;
 mod msrs;
@@ -45,6 +46,19 @@ pub struct StateTraits {
     tsc_offset: bool,
     /// The guest has [`msrs::TSC_DEADLINE`].
     tsc_deadline: bool,
+    /// What else a fresh vCPU has.
+    fresh: Fresh,
+}
+
+/// Small state of a fresh vCPU. What equals it is not loaded: each ioctl costs as much as entering the vCPU's context.
+#[derive(Debug, Clone)]
+struct Fresh {
+    /// Of the boot vCPU; the others wait for INIT.
+    mp_state: kvm_mp_state,
+    xcrs: kvm_xcrs,
+    debugregs: kvm_debugregs,
+    events: kvm_vcpu_events,
+    tsc_khz: u32,
 }
 
 /// State of one vCPU.
@@ -68,6 +82,17 @@ pub struct VcpuState {
     /// Added to the host's TSC; `None`: the TSC is among `msrs`.
     tsc_offset: Option<u64>,
     tsc_khz: u32,
+    differs: Differs,
+}
+
+/// Which small parts differ from a fresh vCPU's, and so must be loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Differs {
+    mp_state: bool,
+    xcrs: bool,
+    debugregs: bool,
+    events: bool,
+    tsc_khz: bool,
 }
 
 impl VcpuState {
@@ -160,7 +185,25 @@ impl StateTraits {
             });
         }
         let xsave_extra_words = (xsave_bytes - size_of::<kvm_xsave>()).div_ceil(size_of::<u32>());
-        let tsc_offset = sys::has_tsc_offset(&vcpu);
+        let fresh = Fresh {
+            mp_state: vcpu
+                .get_mp_state()
+                .map_err(StateError::kvm("read the run state"))?,
+            xcrs: vcpu
+                .get_xcrs()
+                .map_err(StateError::kvm("read the extended control registers"))?,
+            debugregs: vcpu
+                .get_debug_regs()
+                .map_err(StateError::kvm("read the debug registers"))?,
+            events: vcpu
+                .get_vcpu_events()
+                .map_err(StateError::kvm("read pending events"))?,
+            tsc_khz: vcpu
+                .get_tsc_khz()
+                .map_err(StateError::kvm("read the tsc frequency"))?,
+        };
+        // Last of what is read here: it moves the vCPU's clock.
+        let tsc_offset = sys::keeps_tsc_offset(&vcpu);
         let (msrs, tsc_deadline) = Self::probe_msrs(kvm, &vcpu, tsc_offset)?;
         Ok(Self {
             msr_indices: msrs.iter().map(|msr| msr.index).collect(),
@@ -168,6 +211,7 @@ impl StateTraits {
             xsave_extra_words,
             tsc_offset,
             tsc_deadline,
+            fresh,
         })
     }
 

@@ -6,10 +6,9 @@ use std::os::fd::AsRawFd;
 use kvm_bindings::{KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, Xsave, kvm_device_attr};
 use kvm_ioctls::{Error, VcpuFd};
 
-/// `_IOW(KVMIO, 0xe1, struct kvm_device_attr)` and its two neighbours (include/uapi/linux/kvm.h).
+/// `_IOW(KVMIO, 0xe1, struct kvm_device_attr)` and its neighbour (include/uapi/linux/kvm.h).
 const KVM_SET_DEVICE_ATTR: libc::c_ulong = 0x4018_aee1;
 const KVM_GET_DEVICE_ATTR: libc::c_ulong = 0x4018_aee2;
-const KVM_HAS_DEVICE_ATTR: libc::c_ulong = 0x4018_aee3;
 const _: () = assert!(size_of::<kvm_device_attr>() == 0x18);
 
 /// Calls `request` with the TSC offset attribute and the address of `value`.
@@ -20,15 +19,17 @@ fn tsc_attribute(vcpu: &VcpuFd, request: libc::c_ulong, value: &mut u64) -> Resu
         addr: std::ptr::from_mut(value) as u64,
         flags: 0,
     };
-    // SAFETY: the three requests read `attribute`; get and set move the eight bytes of `value`, which is borrowed
+    // SAFETY: both requests read `attribute` and move the eight bytes of `value`, which is borrowed
     // exclusively for the call (Documentation/virt/kvm/devices/vcpu.rst, 4.1). Another attribute could be longer.
     let result = unsafe { libc::ioctl(vcpu.as_raw_fd(), request, &raw const attribute) };
     if result == 0 { Ok(()) } else { Err(Error::last()) }
 }
 
-/// Whether this KVM has the TSC offset attribute (Linux 5.16).
-pub fn has_tsc_offset(vcpu: &VcpuFd) -> bool {
-    tsc_attribute(vcpu, KVM_HAS_DEVICE_ATTR, &mut 0).is_ok()
+/// Whether this KVM has the TSC offset attribute (Linux 5.16) and keeps what it is given. It does not where the host's TSC
+/// is unstable: there it makes the offset anew whenever it loads the vCPU (`kvm_arch_vcpu_load`).
+pub fn keeps_tsc_offset(vcpu: &VcpuFd) -> bool {
+    const SOME: u64 = 1 << 40;
+    set_tsc_offset(vcpu, SOME).and_then(|()| tsc_offset(vcpu)) == Ok(SOME)
 }
 
 /// What is added to the host's TSC, wrapping.
