@@ -26,7 +26,7 @@ pub const IMAGE_PACKAGES: [&str; 5] = [
     "ca-certificates",
 ];
 /// What compiling needs beside the Rust toolchain.
-pub const BUILD_PACKAGES: [&str; 2] = ["gcc", "libc6-dev"];
+pub const BUILD_PACKAGES: [&str; 3] = ["gcc", "git", "libc6-dev"];
 
 /// Installs all of them.
 pub fn run() -> Result<()> {
