@@ -7,6 +7,7 @@ mod api;
 mod listener;
 mod plan;
 
+use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,6 +41,7 @@ fn run(flags: Flags) -> anyhow::Result<()> {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .init();
     // Before there are threads: every file and socket made from now on is the owner's alone.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));

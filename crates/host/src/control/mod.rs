@@ -9,6 +9,7 @@ mod end;
 mod events;
 mod socket;
 mod supervisor;
+mod watcher;
 
 pub use conn::Started;
 pub(crate) use conn::{Answer, Conn, ForkState};

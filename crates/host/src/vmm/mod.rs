@@ -3,135 +3,26 @@
 //! A [`Vmm`] owns its process: dropping it closes the control socket and kills the process through its pidfd; the
 //! supervisor reaps it. Nothing here knows images, templates or agents.
 
+mod error;
+mod fork;
+
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use command_fds::{CommandFdExt, FdMapping};
-use offshoot_protocol::control::{
-    BootConfig, ChildSpec, ControlError, ErrorKind, ForkTimes, FrozenInfo, Reply, Request, Status,
-};
+use offshoot_protocol::control::{BootConfig, FrozenInfo, Reply, Request, Status};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use crate::clock::{Deadline, monotonic_ns};
-use crate::control::{ChannelError, Conn, End, EventSink, ForkState, Ignore, Started, Supervisor, pair};
-use crate::fault::{Fault, of_io};
+use crate::clock::Deadline;
+use crate::control::{ChannelError, Conn, End, EventSink, Started, Supervisor, pair};
+
+pub use error::VmmError;
+pub use fork::{ForkOptions, ForkOutcome};
 
 /// Number under which a VMM finds its control socket.
 const CONTROL_FD: i32 = 3;
-
-/// Why an operation on a VMM failed.
-#[derive(Debug, thiserror::Error)]
-pub enum VmmError {
-    /// The program could not be started.
-    #[error("start the VMM {}", program.display())]
-    Spawn {
-        /// The program.
-        program: PathBuf,
-        /// The system's answer.
-        source: std::io::Error,
-    },
-    /// The host refused a descriptor or similar.
-    #[error("prepare to {doing} sandbox {id}")]
-    Prepare {
-        /// The operation.
-        doing: &'static str,
-        /// Sandbox id.
-        id: String,
-        /// The system's answer.
-        source: std::io::Error,
-    },
-    /// The control socket failed or the deadline passed.
-    #[error("{doing} sandbox {id}")]
-    Channel {
-        /// The operation.
-        doing: &'static str,
-        /// Sandbox id.
-        id: String,
-        /// What happened.
-        source: ChannelError,
-    },
-    /// The VMM ended meanwhile.
-    #[error("{doing} sandbox {id}: its VMM ended: {end}")]
-    Ended {
-        /// The operation.
-        doing: &'static str,
-        /// Sandbox id.
-        id: String,
-        /// How.
-        end: End,
-    },
-    /// The VMM refused.
-    #[error("{doing} sandbox {id}")]
-    Refused {
-        /// The operation.
-        doing: &'static str,
-        /// Sandbox id.
-        id: String,
-        /// Its answer.
-        source: ControlError,
-    },
-    /// The VMM answered something else than what was asked.
-    #[error("{doing} sandbox {id}: the VMM's answer lacks {lacks}")]
-    Answer {
-        /// The operation.
-        doing: &'static str,
-        /// Sandbox id.
-        id: String,
-        /// What is missing.
-        lacks: &'static str,
-    },
-}
-
-impl Fault for VmmError {
-    fn kind(&self) -> ErrorKind {
-        match self {
-            Self::Spawn { .. } | Self::Ended { .. } => ErrorKind::Host,
-            Self::Prepare { source, .. } => of_io(source).0,
-            Self::Channel {
-                source: ChannelError::TimedOut | ChannelError::Closed,
-                ..
-            } => ErrorKind::Host,
-            Self::Channel { .. } | Self::Answer { .. } => ErrorKind::Bug,
-            Self::Refused { source, .. } => source.kind,
-        }
-    }
-
-    fn code(&self) -> &'static str {
-        match self {
-            Self::Spawn { .. } => "vmm_not_started",
-            Self::Prepare { source, .. } => of_io(source).1,
-            Self::Channel {
-                source: ChannelError::TimedOut,
-                ..
-            } => "vmm_timeout",
-            Self::Channel {
-                source: ChannelError::Closed,
-                ..
-            }
-            | Self::Ended { .. } => "vmm_ended",
-            Self::Channel { .. } | Self::Answer { .. } => "vmm_protocol",
-            Self::Refused { .. } => "vmm_refused",
-        }
-    }
-
-    fn hint(&self) -> Option<String> {
-        match self {
-            Self::Spawn { .. } => {
-                Some("name the program with --vmm, or put offshoot-vmm beside offshootd".into())
-            }
-            Self::Channel {
-                source: ChannelError::TimedOut,
-                ..
-            } => Some("the host may be overloaded; the daemon's log has the VMM's state".into()),
-            Self::Refused { source, .. } if source.kind == ErrorKind::Unsupported => {
-                Some("`offshoot doctor` says what this host lacks".into())
-            }
-            _ => None,
-        }
-    }
-}
 
 /// How to start a VMM program.
 pub struct SpawnOptions<'a> {
@@ -152,25 +43,6 @@ pub struct ChildResources {
     pub vsock: OwnedFd,
     /// Console log, open for reading and writing.
     pub log: OwnedFd,
-}
-
-/// A fork's children, in order, and its times.
-#[derive(Debug)]
-pub struct ForkOutcome {
-    /// One result for each child asked for, in that order.
-    pub children: Vec<Result<Vmm, ControlError>>,
-    /// What the VMM measured.
-    pub times: ForkTimes,
-    /// When the VMM's reply had arrived, nanoseconds of `CLOCK_MONOTONIC`.
-    pub returned_ns: u64,
-}
-
-/// How [`Vmm::fork`] waits and reports.
-pub struct ForkOptions {
-    /// When children that have not started are given up.
-    pub deadline: Deadline,
-    /// Takes the children's events.
-    pub sink: Arc<dyn EventSink>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -279,114 +151,6 @@ impl Vmm {
             .adopt(&zygote.conn, info.pid, pidfd)
             .map_err(|errno| self.prepare("freeze", errno))?;
         Ok((zygote, info))
-    }
-
-    /// Forks `children.len()` children at once: from a zygote, or from a running guest through one frozen twin.
-    ///
-    /// Returns when each child has started or failed, or the deadline has passed; a child that then has not started is
-    /// killed. A failed child does not touch its siblings, nor a failed fork this VMM.
-    ///
-    /// Cost: for each child one `socketpair`, one `sendmsg` and two `epoll_ctl`; its birth is two `recvmsg` on the
-    /// supervisor's thread.
-    ///
-    /// # Errors
-    /// Fails as a whole only where the VMM refuses the fork, ends, or does not answer in time.
-    pub fn fork(
-        &self,
-        children: Vec<(ChildSpec, ChildResources)>,
-        options: &ForkOptions,
-    ) -> Result<ForkOutcome, VmmError> {
-        let _one_at_a_time = self
-            .forking
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
-        let count =
-            u32::try_from(children.len()).map_err(|_| self.answer("fork", "room for so many children"))?;
-        let mut born = Vec::with_capacity(children.len());
-        let mut announced = Vec::with_capacity(children.len());
-        for (spec, resources) in children {
-            let (ours, theirs) = pair().map_err(|errno| self.prepare("fork", errno))?;
-            let conn = self
-                .supervisor
-                .register(spec.id.clone(), ours, Arc::clone(&options.sink));
-            let conn = conn.map_err(|errno| self.prepare("fork", errno))?;
-            born.push(Self::new(conn, &self.supervisor, Kind::Guest));
-            announced.push((Request::Child(spec), vec![theirs, resources.vsock, resources.log]));
-        }
-        let twin = match self.kind {
-            Kind::Guest => Some(self.prepare_twin()?),
-            Kind::Zygote => None,
-        };
-        let source = twin.as_ref().map_or(&self.conn, |(twin, _)| &twin.conn);
-        source.set_forking(born.iter().map(|vmm| Arc::clone(&vmm.conn)).collect());
-        let forked = self.fork_and_wait(count, announced, twin.as_ref(), born, options.deadline);
-        source.set_forking(Vec::new());
-        forked
-    }
-
-    /// A control socket for the twin: its owner, and the end to send.
-    fn prepare_twin(&self) -> Result<(Vmm, OwnedFd), VmmError> {
-        let (ours, theirs) = pair().map_err(|errno| self.prepare("fork", errno))?;
-        let conn = self
-            .supervisor
-            .register(self.conn.id.clone(), ours, Arc::new(Ignore));
-        let conn = conn.map_err(|errno| self.prepare("fork", errno))?;
-        Ok((Self::new(conn, &self.supervisor, Kind::Zygote), theirs))
-    }
-
-    fn fork_and_wait(
-        &self,
-        count: u32,
-        announced: Vec<(Request, Vec<OwnedFd>)>,
-        twin: Option<&(Vmm, OwnedFd)>,
-        born: Vec<Vmm>,
-        deadline: Deadline,
-    ) -> Result<ForkOutcome, VmmError> {
-        let twin_end: Vec<_> = twin.iter().map(|(_, theirs)| theirs.as_fd()).collect();
-        let answer = self.conn.request_with(
-            Request::Fork { count },
-            &twin_end,
-            announced.into_iter(),
-            deadline,
-        );
-        let returned_ns = monotonic_ns();
-        let (reply, fds) = self.outcome("fork", answer)?;
-        let Reply::Forked(times) = reply else {
-            return Err(self.answer("fork", "its times"));
-        };
-        if let Some((twin, _)) = twin {
-            let pidfd = fds
-                .into_iter()
-                .next()
-                .ok_or_else(|| self.answer("fork", "the twin's pidfd"))?;
-            // The twin is known by its pidfd alone; it ends when its children are forked.
-            self.supervisor
-                .adopt(&twin.conn, 0, pidfd)
-                .map_err(|errno| self.prepare("fork", errno))?;
-        }
-        let children = born
-            .into_iter()
-            .map(|child| child.await_birth(deadline))
-            .collect();
-        Ok(ForkOutcome {
-            children,
-            times,
-            returned_ns,
-        })
-    }
-
-    fn await_birth(self, deadline: Deadline) -> Result<Self, ControlError> {
-        match self.conn.wait_born(deadline) {
-            ForkState::Ready => Ok(self),
-            ForkState::Failed(error) => Err(error),
-            ForkState::Pending => {
-                let message = format!("sandbox {} did not start within the deadline", self.conn.id);
-                Err(ControlError {
-                    kind: ErrorKind::Host,
-                    message,
-                })
-            }
-        }
     }
 
     /// Counters and role.
