@@ -1,13 +1,12 @@
 //! The daemon's socket: one daemon for a run directory, and none beside another that lives.
 
 use std::fs::{DirBuilder, File, OpenOptions};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
-use std::os::unix::net::UnixStream;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
 use anyhow::{Context, bail};
-use rustix::fs::{FlockOperation, flock};
-use tokio::net::UnixListener;
+use rustix::fs::{FlockOperation, Mode, flock};
 
 /// Makes the run directory (0700) and locks it for the life of the returned file.
 ///
@@ -33,7 +32,7 @@ pub(crate) fn lock_run_dir(run_dir: &Path) -> anyhow::Result<File> {
     }
 }
 
-/// Listens on `socket` (0600). A socket that nobody answers is removed first.
+/// Listens on `socket` (0600 from the beginning, so that nobody else gets in meanwhile), without blocking. A socket that nobody answers is removed first.
 ///
 /// # Errors
 /// Fails where another daemon answers, where the path is something else than a socket, and where the host refuses.
@@ -59,10 +58,11 @@ pub(crate) fn bind(socket: &Path) -> anyhow::Result<UnixListener> {
         }
         std::fs::remove_file(socket).with_context(|| format!("remove the stale {}", socket.display()))?;
     }
-    let listener = UnixListener::bind(socket).with_context(|| format!("listen on {}", socket.display()))?;
-    // The umask has made it so; said again for the reader, and for a socket in a directory with default ACLs.
-    std::fs::set_permissions(socket, std::fs::Permissions::from_mode(0o600))
-        .with_context(|| format!("restrict {}", socket.display()))?;
+    let before = rustix::process::umask(Mode::from_raw_mode(0o177));
+    let listener = UnixListener::bind(socket);
+    rustix::process::umask(before);
+    let listener = listener.with_context(|| format!("listen on {}", socket.display()))?;
+    listener.set_nonblocking(true).context("prepare the socket")?;
     Ok(listener)
 }
 

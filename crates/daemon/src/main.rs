@@ -43,12 +43,12 @@ fn run(flags: Flags) -> anyhow::Result<()> {
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .init();
-    // Before there are threads: every file and socket made from now on is the owner's alone.
-    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
         .context("become the reaper of all sandboxes")?;
     raise_descriptor_limit();
     let lock = listener::lock_run_dir(&plan.host.run_dir)?;
+    // Before there are threads: it changes the umask for a moment.
+    let listener = listener::bind(&plan.socket)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -56,7 +56,7 @@ fn run(flags: Flags) -> anyhow::Result<()> {
     let runtime = runtime.context("start the async runtime")?;
     let listener = {
         let _guard = runtime.enter();
-        listener::bind(&plan.socket)?
+        tokio::net::UnixListener::from_std(listener).context("watch the socket")?
     };
     let host = Host::start(plan.host.clone())?;
     let served = runtime.block_on(serve(listener, Arc::clone(&host)));

@@ -415,3 +415,25 @@ fn the_probe_is_passed_on() {
     let bench = Bench::new();
     assert_eq!(bench.host.probe().unwrap()["kvm"], "fake");
 }
+
+#[test]
+fn a_shutdown_ends_children_whose_agents_keep_silent() {
+    let bench = Bench::new();
+    bench.template("fake.mute_child=0");
+    let began = std::time::Instant::now();
+    std::thread::scope(|scope| {
+        let create = scope.spawn(|| bench.create(1));
+        eventually("the child is listed", || !bench.host.sandboxes().is_empty());
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(bench.host.shutdown(), "something outlived the host");
+        assert!(create.join().unwrap().results[0].is_err());
+    });
+    assert!(began.elapsed() < Duration::from_secs(8));
+    assert_eq!(bench.dirs(), 0);
+    let spec = CreateSpec {
+        template: "t".into(),
+        count: 1,
+        ..CreateSpec::default()
+    };
+    assert!(bench.host.create(&spec, 0).is_err());
+}

@@ -125,7 +125,12 @@ impl Watcher {
                 self.child_exited(pid, exit_status, signal);
             }
             Ok((message, fds)) => {
-                if let Some((child, pid, pidfd)) = conn.accept(message, fds)
+                let born = conn.accept(message, fds);
+                if let Some((_, pid, _)) = &born {
+                    // What is kept under this number was said of an earlier process.
+                    self.early_exits.remove(pid);
+                }
+                if let Some((child, pid, pidfd)) = born
                     && let Err(errno) = self.shared.adopt(&child, pid, pidfd)
                 {
                     child.fail(ErrorKind::Host, &format!("cannot watch it: {errno}"));

@@ -220,7 +220,12 @@ impl Host {
                 }
             };
             let sandbox = Sandbox::starting(id.clone(), birth.name.clone(), birth.descent.clone(), dir);
-            self.enter(&sandbox)?;
+            if let Err(error) = self.enter(&sandbox) {
+                unborn
+                    .iter()
+                    .for_each(|(_, entered): &(usize, Arc<Sandbox>)| self.forget(entered));
+                return Err(error);
+            }
             children.push((
                 ChildSpec {
                     id,
@@ -302,7 +307,7 @@ impl Host {
         }
     }
 
-    /// One child: from its start to an acknowledged identity. A child that fails is killed as its handle is dropped.
+    /// One child: from its start to an acknowledged identity. The caller forgets, and so kills, a child that fails.
     fn raise(
         &self,
         birth: &Birth<'_>,
@@ -312,6 +317,8 @@ impl Host {
     ) -> Result<SandboxInfo, SandboxError> {
         let id = || sandbox.id.clone();
         let vmm = child.map_err(|source| SandboxError::Child { id: id(), source })?;
+        // Held by the sandbox from the first, so that a shutdown ends a child whose agent keeps silent.
+        let vmm = sandbox.attach(vmm).ok_or(SandboxError::ShuttingDown)?;
         let dir = sandbox.dir().ok_or(SandboxError::ShuttingDown)?;
         let limit = self.config.identity_timeout;
         let of = IdentityOf {
@@ -351,11 +358,11 @@ impl Host {
             agent_replied_ms: since(times.replied_ns),
             identity_applied_ms: since(times.applied_ns),
         };
-        sandbox.mark_running(vmm, stop_lines);
-        if self.closing.is_cancelled() {
-            return Err(SandboxError::ShuttingDown);
+        if sandbox.mark_running(stop_lines) {
+            Ok(sandbox.info())
+        } else {
+            Err(SandboxError::ShuttingDown)
         }
-        Ok(sandbox.info())
     }
 }
 

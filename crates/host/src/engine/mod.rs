@@ -137,7 +137,8 @@ impl Host {
         for sandbox in sandboxes.into_values() {
             sandbox.release();
         }
-        // Dropping the last handle kills the zygote.
+        // Killed, not only dropped: a fork that waits for one holds it, and then fails.
+        templates.values().for_each(|template| template.zygote.kill());
         drop(templates);
         let deadline = Deadline::after(SHUTDOWN_GRACE);
         while self.supervisor.watched() > 0 && !deadline.is_over() {

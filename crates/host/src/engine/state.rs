@@ -166,19 +166,34 @@ impl Sandbox {
         self.lock().dir.clone()
     }
 
-    /// Its identity is acknowledged: from now on it answers. A VMM that has ended meanwhile makes it dead at once.
-    pub(super) fn mark_running(&self, vmm: Vmm, stop_lines: StopLines) {
+    /// Its VMM runs; the sandbox is still `starting`. `None` if it was given up meanwhile: then the VMM is killed.
+    pub(super) fn attach(&self, vmm: Vmm) -> Option<Arc<Vmm>> {
+        let mut live = self.lock();
+        if live.state != SandboxState::Starting {
+            return None;
+        }
         let vmm = Arc::new(vmm);
-        {
+        live.vmm = Some(Arc::clone(&vmm));
+        Some(vmm)
+    }
+
+    /// Its identity is acknowledged: from now on it answers, unless it was given up meanwhile. A VMM that has ended
+    /// makes it dead at once.
+    pub(super) fn mark_running(&self, stop_lines: StopLines) -> bool {
+        let vmm = {
             let mut live = self.lock();
+            if live.state != SandboxState::Starting {
+                return false;
+            }
             live.state = SandboxState::Running;
             live.stop_lines = stop_lines;
-            live.vmm = Some(Arc::clone(&vmm));
-        }
+            live.vmm.clone()
+        };
         // Its end may have been reported while it was still starting.
-        if let Some(end) = vmm.ended() {
+        if let Some(end) = vmm.and_then(|vmm| vmm.ended()) {
             self.mark_dead(&end);
         }
+        true
     }
 
     /// Its VMM has ended by itself: what it held is freed, the console stays.
@@ -203,16 +218,14 @@ impl Sandbox {
         live.cause = Some(cause);
     }
 
-    /// Gives up VMM and files. The VMM is killed unless somebody else still holds it for an operation.
-    pub(super) fn release(&self) -> Option<Arc<Vmm>> {
+    /// Gives up VMM and files. The VMM is killed even if an operation still holds it; that then fails.
+    pub(super) fn release(&self) {
         let mut live = self.lock();
         live.state = SandboxState::Dead;
-        let vmm = live.vmm.take();
-        if let Some(vmm) = &vmm {
+        if let Some(vmm) = live.vmm.take() {
             vmm.kill();
         }
         live.dir = None;
-        vmm
     }
 
     /// As clients see it. Cost: reads `/proc`, outside the lock.

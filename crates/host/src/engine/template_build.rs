@@ -1,6 +1,7 @@
 //! Builds a template: boot, wait for the agent, warm up, freeze.
 
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use offshoot_protocol::control::{BootConfig, BootSource, DiskConfig, PageSize};
@@ -256,9 +257,8 @@ impl Host {
             }),
             vm_generation: hex_id(),
         };
-        let booted = build
-            .vmm
-            .boot(config, fds, Deadline::after(spec.boot_timeout.min(BOOT_ANSWER)));
+        let deadline = Deadline::after(spec.boot_timeout.min(BOOT_ANSWER));
+        let booted = build.watched("boot", || build.vmm.boot(config, fds, deadline))?;
         booted.map_err(|source| build.vmm_error("boot", source))?;
         Ok(build)
     }
@@ -308,12 +308,16 @@ impl Build<'_> {
         work: impl FnOnce() -> T + Send,
     ) -> Result<T, TemplateError> {
         std::thread::scope(|scope| {
-            let worker = scope.spawn(work);
-            while !worker.is_finished() {
+            // Tells by its end alone, so that a panic is noticed, too.
+            let (working, ended) = channel::<()>();
+            let worker = scope.spawn(move || {
+                let _working = working;
+                work()
+            });
+            while ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
                 if self.cancel.is_cancelled() || self.host.closing.is_cancelled() {
                     self.vmm.kill();
                 }
-                std::thread::sleep(Duration::from_millis(2).max(LOOK / 10));
             }
             let done = worker
                 .join()
