@@ -34,7 +34,7 @@ async fn value_output_and_error_come_apart() {
     );
     let traceback = error["traceback"].as_str().unwrap();
     assert!(
-        traceback.contains("return 1 / 0") && traceback.contains("<cell 2>, line 2"),
+        traceback.contains("return 1 / 0") && traceback.contains("<cell 2>\", line 2"),
         "{traceback}"
     );
     assert!(
