@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use offshoot_host::accounting::Memory;
 use offshoot_host::clock::Deadline;
-use offshoot_host::control::{EventSink, Events, Notice, event_queue};
 use offshoot_host::control::Supervisor;
+use offshoot_host::control::{EventSink, Events, Notice, event_queue};
 use offshoot_host::resources::{SandboxDir, prepare_run_dir};
 use offshoot_host::vmm::{ForkOptions, SpawnOptions, Vmm};
 use offshoot_protocol::control::{BootConfig, BootSource, ChildSpec, Event, PageSize};
@@ -42,14 +42,25 @@ impl Template {
     ///
     /// # Errors
     /// What the VMM says, or that the guest did not ring in time.
-    pub fn build(vmm: &Path, run_dir: &Path, code: &[u8], memory_mib: u32, vcpus: u8) -> anyhow::Result<Self> {
+    pub fn build(
+        vmm: &Path,
+        run_dir: &Path,
+        code: &[u8],
+        memory_mib: u32,
+        vcpus: u8,
+    ) -> anyhow::Result<Self> {
         prepare_run_dir(run_dir)?;
         let supervisor = Supervisor::start()?;
         let (sink, events) = event_queue();
         let file = run_dir.join("payload.bin");
         std::fs::write(&file, code).context("write the payload")?;
         let (dir, resources) = SandboxDir::create(run_dir, "template")?;
-        let options = SpawnOptions { program: vmm, id: "template", stderr: dir.stderr()?, sink: Arc::clone(&sink) };
+        let options = SpawnOptions {
+            program: vmm,
+            id: "template",
+            stderr: dir.stderr()?,
+            sink: Arc::clone(&sink),
+        };
         let template = Vmm::spawn(&supervisor, options)?;
         let config = BootConfig {
             id: "template".into(),
@@ -64,7 +75,13 @@ impl Template {
         template.boot(config, resources, deadline)?;
         wait_for_rings(&events, 1, deadline)?;
         let (zygote, _) = template.freeze(Arc::clone(&sink), deadline)?;
-        Ok(Self { zygote, sink, events, run_dir: run_dir.to_owned(), born: 0 })
+        Ok(Self {
+            zygote,
+            sink,
+            events,
+            run_dir: run_dir.to_owned(),
+            born: 0,
+        })
     }
 
     /// Makes `n` clones and waits until each has answered with its own number.
@@ -81,10 +98,19 @@ impl Template {
             let id = format!("clone-{number:x}");
             let (dir, resources) = SandboxDir::create(&self.run_dir, &id)?;
             dirs.push(dir);
-            children.push((ChildSpec { id, vm_generation: format!("{number:08x}{:024}", 0) }, resources));
+            children.push((
+                ChildSpec {
+                    id,
+                    vm_generation: format!("{number:08x}{:024}", 0),
+                },
+                resources,
+            ));
         }
         let deadline = Deadline::after(PATIENCE);
-        let options = ForkOptions { deadline, sink: Arc::clone(&self.sink) };
+        let options = ForkOptions {
+            deadline,
+            sink: Arc::clone(&self.sink),
+        };
         let outcome = self.zygote.fork(children, &options)?;
         let vmms = outcome.children.into_iter().collect::<Result<Vec<_>, _>>()?;
         let rung = wait_for_rings(&self.events, numbers.len(), deadline)?;
@@ -93,7 +119,11 @@ impl Template {
         if rung.iter().copied().collect::<HashSet<u32>>() != wanted {
             bail!("clones rang {rung:x?}, not each its own number");
         }
-        Ok(Clones { vmms, elapsed_ms, _dirs: dirs })
+        Ok(Clones {
+            vmms,
+            elapsed_ms,
+            _dirs: dirs,
+        })
     }
 
     /// The zygote.
@@ -133,10 +163,18 @@ fn wait_for_rings(events: &Events, count: usize, deadline: Deadline) -> anyhow::
     let mut rung = Vec::with_capacity(count);
     while rung.len() < count {
         match events.next(deadline) {
-            Some(Notice::Event { event: Event::Doorbell { value: micro::TORN, .. }, .. }) => {
+            Some(Notice::Event {
+                event: Event::Doorbell {
+                    value: micro::TORN, ..
+                },
+                ..
+            }) => {
                 bail!("a guest found a page that it did not write")
             }
-            Some(Notice::Event { event: Event::Doorbell { value, .. }, .. }) => rung.push(value),
+            Some(Notice::Event {
+                event: Event::Doorbell { value, .. },
+                ..
+            }) => rung.push(value),
             Some(_) => {}
             None => bail!("{} of {count} guests rang in time", rung.len()),
         }

@@ -50,7 +50,12 @@ impl Template {
         let layers = ram.to_layers()?;
         ram.adopt(layers)?;
         let memory_bytes = ram.len_bytes();
-        Ok(Self { kvm, ram, fill_bytes, memory_bytes })
+        Ok(Self {
+            kvm,
+            ram,
+            fill_bytes,
+            memory_bytes,
+        })
     }
 
     /// Forks `n` children one after the other and waits until all have answered; all are alive until then.
@@ -82,12 +87,17 @@ impl Template {
         }
         drop(answer);
         let mut received = Vec::with_capacity(n as usize);
-        std::fs::File::from(answers).take(n.into()).read_to_end(&mut received)?;
+        std::fs::File::from(answers)
+            .take(n.into())
+            .read_to_end(&mut received)?;
         let elapsed_ns = monotonic_ns() - start_ns;
         drop(release);
         for child in children {
             let options = rustix::process::WaitIdOptions::EXITED;
-            rustix::process::waitid(rustix::process::WaitId::PidFd(std::os::fd::AsFd::as_fd(&child)), options)?;
+            rustix::process::waitid(
+                rustix::process::WaitId::PidFd(std::os::fd::AsFd::as_fd(&child)),
+                options,
+            )?;
         }
         let right = received.iter().filter(|byte| **byte == 1).count();
         if right != n as usize {
@@ -122,7 +132,9 @@ impl Template {
             let found: u64 = self.ram.view().read_obj(GuestAddress(page))?;
             anyhow::ensure!(found == page, "page {page:#x} holds {found:#x}");
         }
-        self.ram.view().write_obj(1u32, GuestAddress(micro::FILL_BASE + 8))?;
+        self.ram
+            .view()
+            .write_obj(1u32, GuestAddress(micro::FILL_BASE + 8))?;
         Ok(())
     }
 }

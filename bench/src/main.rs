@@ -134,15 +134,22 @@ impl Rounds {
         };
         let fan_out = |system, samples: Samples| {
             let failures = samples.failures;
-            Record { failures, ..record("fan_out", system, arguments.clones) }.with_samples(samples.ms)
+            Record {
+                failures,
+                ..record("fan_out", system, arguments.clones)
+            }
+            .with_samples(samples.ms)
         };
         let idle_count = idle.len() as u32;
         vec![
             fan_out("offshoot", self.offshoot).with_memory(&self.memory),
             fan_out("kvm_floor", self.kvm),
             fan_out("process_fork", self.process),
-            Record { stop_line: "answered_and_idle".into(), ..record("idle_clone", "offshoot", idle_count) }
-                .with_memory(&idle),
+            Record {
+                stop_line: "answered_and_idle".into(),
+                ..record("idle_clone", "offshoot", idle_count)
+            }
+            .with_memory(&idle),
         ]
     }
 }
@@ -162,7 +169,16 @@ fn print_table(records: &[Record]) {
     let kib = |value: Option<u64>| value.map_or_else(|| "-".to_owned(), |value| value.to_string());
     println!(
         "{:<12} {:<14} {:>5} {:>8} {:>10} {:>10} {:>8} {:>12} {:>12} {:>10}",
-        "name", "system", "n", "mem_mib", "p50_ms", "p99_ms", "failures", "private_kib", "pagetab_kib", "pss_kib"
+        "name",
+        "system",
+        "n",
+        "mem_mib",
+        "p50_ms",
+        "p99_ms",
+        "failures",
+        "private_kib",
+        "pagetab_kib",
+        "pss_kib"
     );
     for record in records {
         println!(

@@ -5,8 +5,8 @@
 
 use iced_x86::IcedError;
 use iced_x86::code_asm::{
-    CodeAssembler, CodeLabel, al, dword_ptr, dx, eax, ebx, edi, edx, qword_ptr, r8, r9, r10, r11, r12, r13, r14, rax,
-    rbx, rcx, rdi,
+    CodeAssembler, CodeLabel, al, dword_ptr, dx, eax, ebx, edi, edx, qword_ptr, r8, r9, r10, r11, r12, r13,
+    r14, rax, rbx, rcx, rdi,
 };
 use offshoot_protocol::ports::{DOORBELL, GENERATION};
 
@@ -35,7 +35,12 @@ const AREA_STRIDE: i32 = 16 << 20;
 /// The assembler's, if the code is wrong.
 pub fn answering(fill_bytes: u64) -> Result<Vec<u8>, IcedError> {
     let mut a = CodeAssembler::new(64)?;
-    let (mut idle, mut wait, mut fill, mut torn) = (a.create_label(), a.create_label(), a.create_label(), a.create_label());
+    let (mut idle, mut wait, mut fill, mut torn) = (
+        a.create_label(),
+        a.create_label(),
+        a.create_label(),
+        a.create_label(),
+    );
     a.mov(edx, u32::from(DOORBELL))?;
     a.in_(eax, dx)?;
     a.mov(ebx, eax)?;
@@ -97,7 +102,8 @@ pub fn check_stride_bytes(fill_bytes: u64) -> u64 {
 
 /// Compares [`CHECKED_PAGES`] pages up to R9 with their addresses.
 fn check_pattern(a: &mut CodeAssembler, fill_bytes: u64, torn: CodeLabel) -> Result<(), IcedError> {
-    let stride = i32::try_from(check_stride_bytes(fill_bytes)).expect("a sixteenth of a guest is below 2 GiB");
+    let stride =
+        i32::try_from(check_stride_bytes(fill_bytes)).expect("a sixteenth of a guest is below 2 GiB");
     let mut check = a.create_label();
     a.mov(rcx, FILL_BASE)?;
     a.set_label(&mut check)?;

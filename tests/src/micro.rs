@@ -10,7 +10,9 @@ use offshoot_host::clock::Deadline;
 use offshoot_host::control::{EventSink, Events, Notice, Supervisor, event_queue};
 use offshoot_host::resources::{SandboxDir, prepare_run_dir};
 use offshoot_host::vmm::{ForkOptions, SpawnOptions, Vmm};
-use offshoot_protocol::control::{BootConfig, BootSource, ChildSpec, ControlError, Event, ForkTimes, PageSize};
+use offshoot_protocol::control::{
+    BootConfig, BootSource, ChildSpec, ControlError, Event, ForkTimes, PageSize,
+};
 
 /// How long anything may take.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -41,7 +43,15 @@ impl Rig {
         prepare_run_dir(folder.path())?;
         let (sink, events) = event_queue();
         let supervisor = Supervisor::start()?;
-        Ok(Self { supervisor, sink, events, folder, dirs: Vec::new(), rung: HashMap::new(), born: 0x100 })
+        Ok(Self {
+            supervisor,
+            sink,
+            events,
+            folder,
+            dirs: Vec::new(),
+            rung: HashMap::new(),
+            born: 0x100,
+        })
     }
 
     /// The scratch folder.
@@ -53,7 +63,12 @@ impl Rig {
     pub fn spawn(&mut self, id: &str) -> anyhow::Result<(Vmm, offshoot_host::vmm::ChildResources)> {
         let (dir, resources) = SandboxDir::create(self.folder.path(), id)?;
         let program = crate::need::program("offshoot-vmm");
-        let options = SpawnOptions { program: &program, id, stderr: dir.stderr()?, sink: Arc::clone(&self.sink) };
+        let options = SpawnOptions {
+            program: &program,
+            id,
+            stderr: dir.stderr()?,
+            sink: Arc::clone(&self.sink),
+        };
         let vmm = Vmm::spawn(&self.supervisor, options)?;
         self.dirs.push(dir);
         Ok((vmm, resources))
@@ -92,13 +107,27 @@ impl Rig {
             let id = format!("child-{number:x}");
             let (dir, resources) = SandboxDir::create(self.folder.path(), &id)?;
             self.dirs.push(dir);
-            children.push((ChildSpec { id, vm_generation: generation(number) }, resources));
+            children.push((
+                ChildSpec {
+                    id,
+                    vm_generation: generation(number),
+                },
+                resources,
+            ));
             numbers.push(number);
         }
-        let options = ForkOptions { deadline: self.deadline(), sink: Arc::clone(&self.sink) };
+        let options = ForkOptions {
+            deadline: self.deadline(),
+            sink: Arc::clone(&self.sink),
+        };
         let outcome = parent.fork(children, &options)?;
         let guests = outcome.children.into_iter().zip(numbers);
-        Ok((guests.map(|(vmm, number)| Ok(Guest { vmm: vmm?, number })).collect(), outcome.times))
+        Ok((
+            guests
+                .map(|(vmm, number)| Ok(Guest { vmm: vmm?, number }))
+                .collect(),
+            outcome.times,
+        ))
     }
 
     /// Forks `count` children of `parent`, all of which must start.
@@ -126,7 +155,11 @@ impl Rig {
             }
             match self.events.next(deadline) {
                 Some(notice) => self.note(notice)?,
-                None => anyhow::bail!("guest {} rang {:x?}, not {value:x} from {vcpus} vcpus", guest.id(), rung),
+                None => anyhow::bail!(
+                    "guest {} rang {:x?}, not {value:x} from {vcpus} vcpus",
+                    guest.id(),
+                    rung
+                ),
             }
         }
     }
@@ -143,8 +176,15 @@ impl Rig {
     }
 
     fn note(&mut self, notice: Notice) -> anyhow::Result<()> {
-        if let Notice::Event { key, event: Event::Doorbell { vcpu, value, .. } } = notice {
-            anyhow::ensure!(value != TORN, "vcpu {vcpu} of guest {key} found a page that it had not written so");
+        if let Notice::Event {
+            key,
+            event: Event::Doorbell { vcpu, value, .. },
+        } = notice
+        {
+            anyhow::ensure!(
+                value != TORN,
+                "vcpu {vcpu} of guest {key} found a page that it had not written so"
+            );
             self.rung.entry(key).or_default().insert((vcpu, value));
         }
         Ok(())

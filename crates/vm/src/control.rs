@@ -6,7 +6,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use offshoot_protocol::control::{Envelope, Event, MAX_MESSAGE_BYTES, Message};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
 };
 
 /// Most descriptors one message carries.
@@ -35,7 +36,9 @@ pub enum SocketError {
         source: serde_json::Error,
     },
     /// A message or its descriptors did not fit.
-    #[error("control message is longer than {MAX_MESSAGE_BYTES} bytes or has more than {MAX_FDS} descriptors")]
+    #[error(
+        "control message is longer than {MAX_MESSAGE_BYTES} bytes or has more than {MAX_FDS} descriptors"
+    )]
     TooLong,
 }
 
@@ -70,11 +73,17 @@ impl ControlSocket {
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let mut parts = [rustix::io::IoSliceMut::new(&mut buffer)];
         let flags = RecvFlags::CMSG_CLOEXEC;
-        let received = rustix::io::retry_on_intr(|| rustix::net::recvmsg(&self.fd, &mut parts, &mut ancillary, flags));
+        let received =
+            rustix::io::retry_on_intr(|| rustix::net::recvmsg(&self.fd, &mut parts, &mut ancillary, flags));
         let received = match received {
             Ok(received) => received,
             Err(rustix::io::Errno::CONNRESET) => return Err(SocketError::Closed),
-            Err(source) => return Err(SocketError::System { action: "receive", source }),
+            Err(source) => {
+                return Err(SocketError::System {
+                    action: "receive",
+                    source,
+                });
+            }
         };
         let mut fds = VecDeque::new();
         for message in ancillary.drain() {
@@ -89,8 +98,11 @@ impl ControlSocket {
         if received.bytes == 0 {
             return Err(SocketError::Closed);
         }
-        let envelope = serde_json::from_slice(&buffer[..received.bytes])
-            .map_err(|source| SocketError::Decode { len_bytes: received.bytes, source })?;
+        let envelope =
+            serde_json::from_slice(&buffer[..received.bytes]).map_err(|source| SocketError::Decode {
+                len_bytes: received.bytes,
+                source,
+            })?;
         Ok(Received { envelope, fds })
     }
 
@@ -109,7 +121,12 @@ impl ControlSocket {
         let _ = self.send_with(&Message::Event(event), &[], flags);
     }
 
-    fn send_with(&self, message: &Message, fds: &[BorrowedFd<'_>], flags: SendFlags) -> Result<(), SocketError> {
+    fn send_with(
+        &self,
+        message: &Message,
+        fds: &[BorrowedFd<'_>],
+        flags: SendFlags,
+    ) -> Result<(), SocketError> {
         let json = serde_json::to_vec(message).expect("protocol messages always encode");
         if json.len() > MAX_MESSAGE_BYTES || fds.len() > MAX_FDS {
             return Err(SocketError::TooLong);
@@ -120,11 +137,15 @@ impl ControlSocket {
             return Err(SocketError::TooLong);
         }
         let parts = [rustix::io::IoSlice::new(&json)];
-        let sent = rustix::io::retry_on_intr(|| rustix::net::sendmsg(&self.fd, &parts, &mut ancillary, flags));
+        let sent =
+            rustix::io::retry_on_intr(|| rustix::net::sendmsg(&self.fd, &parts, &mut ancillary, flags));
         match sent {
             Ok(_) => Ok(()),
             Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => Err(SocketError::Closed),
-            Err(source) => Err(SocketError::System { action: "send", source }),
+            Err(source) => Err(SocketError::System {
+                action: "send",
+                source,
+            }),
         }
     }
 }
@@ -142,14 +163,24 @@ mod tests {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     fn pair() -> (OwnedFd, ControlSocket) {
-        let (host, vmm) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let (host, vmm) = socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .unwrap();
         (host, ControlSocket::new(vmm))
     }
 
     #[test]
     fn a_request_arrives_whole() {
         let (host, vmm) = pair();
-        let json = serde_json::to_vec(&Envelope { seq: 7, request: Request::Status }).unwrap();
+        let json = serde_json::to_vec(&Envelope {
+            seq: 7,
+            request: Request::Status,
+        })
+        .unwrap();
         rustix::net::send(&host, &json, SendFlags::empty()).unwrap();
         let received = vmm.receive().unwrap();
         assert_eq!(received.envelope.seq, 7);
@@ -161,7 +192,10 @@ mod tests {
         let (host, vmm) = pair();
         rustix::net::send(&host, b"{\"seq\":", SendFlags::empty()).unwrap();
         rustix::net::send(&host, br#"{"seq":1,"request":"stop"}"#, SendFlags::empty()).unwrap();
-        assert!(matches!(vmm.receive(), Err(SocketError::Decode { len_bytes: 7, .. })));
+        assert!(matches!(
+            vmm.receive(),
+            Err(SocketError::Decode { len_bytes: 7, .. })
+        ));
         assert_eq!(vmm.receive().unwrap().envelope.seq, 1);
     }
 
@@ -170,7 +204,10 @@ mod tests {
         let (host, vmm) = pair();
         drop(host);
         assert!(matches!(vmm.receive(), Err(SocketError::Closed)));
-        let reply = Message::Reply { seq: 1, result: Ok(Reply::Done) };
+        let reply = Message::Reply {
+            seq: 1,
+            result: Ok(Reply::Done),
+        };
         assert!(matches!(vmm.send(&reply, &[]), Err(SocketError::Closed)));
     }
 
@@ -178,7 +215,11 @@ mod tests {
     fn a_full_socket_drops_what_may_be_dropped() {
         let (_host, vmm) = pair();
         for value in 0..100_000 {
-            vmm.send_or_drop(Event::Doorbell { vcpu: 0, value, at_ns: 0 });
+            vmm.send_or_drop(Event::Doorbell {
+                vcpu: 0,
+                value,
+                at_ns: 0,
+            });
         }
     }
 }

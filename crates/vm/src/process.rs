@@ -48,7 +48,10 @@ pub fn fork() -> Result<Forked, ForkError> {
         pid => {
             let child = Pid::from_raw(pid).expect("fork returns a positive pid to the parent");
             match rustix::process::pidfd_open(child, PidfdFlags::empty()) {
-                Ok(pidfd) => Ok(Forked::Parent { pid: pid.unsigned_abs(), pidfd }),
+                Ok(pidfd) => Ok(Forked::Parent {
+                    pid: pid.unsigned_abs(),
+                    pidfd,
+                }),
                 Err(error) => {
                     // Not reaped yet, so the number is still this child's.
                     let _ = rustix::process::kill_process(child, rustix::process::Signal::KILL);
@@ -83,7 +86,11 @@ pub fn close_all_except(keep: &[RawFd]) -> std::io::Result<()> {
 fn close_range(first: u32, last: u32) -> std::io::Result<()> {
     // SAFETY: the caller vouches that no live owner refers to a descriptor in the range.
     let result = unsafe { libc::close_range(first, last, 0) };
-    if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(std::io::Error::last_os_error())
+    }
 }
 
 /// Names this process in `/proc/self/comm`, at most 15 bytes; only for display.
@@ -151,7 +158,8 @@ impl ChildSignal {
             return Err(rustix::io::Errno::from_io_error(&error).unwrap_or(rustix::io::Errno::NFILE));
         }
         // SAFETY: the call just returned this descriptor, and nobody else owns it.
-        Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Ok(Self { fd })
     }
 
     /// Reaps every child that has ended.
@@ -162,7 +170,11 @@ impl ChildSignal {
         let mut deaths = Vec::new();
         while let Ok(Some((pid, status))) = rustix::process::wait(rustix::process::WaitOptions::NOHANG) {
             let (exit_status, signal) = (status.exit_status(), status.terminating_signal());
-            deaths.push(Death { pid: pid.as_raw_nonzero().get().unsigned_abs(), exit_status, signal });
+            deaths.push(Death {
+                pid: pid.as_raw_nonzero().get().unsigned_abs(),
+                exit_status,
+                signal,
+            });
         }
         deaths
     }

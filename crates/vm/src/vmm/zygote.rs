@@ -16,7 +16,7 @@ use crate::process::{self, ChildSignal, monotonic_ns};
 
 /// One frozen template.
 pub struct Zygote {
-    brood: Brood,
+    brood: Box<Brood>,
     control: ControlSocket,
     children: ChildSignal,
 }
@@ -34,10 +34,19 @@ impl Zygote {
         match prepared {
             Ok(children) => {
                 process::name_process("zygote");
-                Role::Zygote(Box::new(Self { brood: Brood { machine, saved }, control, children }))
+                Role::Zygote(Box::new(Self {
+                    brood: Box::new(Brood { machine, saved }),
+                    control,
+                    children,
+                }))
             }
             Err(error) => {
-                let _ = control.send(&Message::Event(Event::Failed { error: error.to_control() }), &[]);
+                let _ = control.send(
+                    &Message::Event(Event::Failed {
+                        error: error.to_control(),
+                    }),
+                    &[],
+                );
                 Role::Gone
             }
         }
@@ -70,8 +79,11 @@ impl Zygote {
 
     fn report_deaths(&mut self) {
         for death in self.children.reap() {
-            let event =
-                Event::ChildExited { pid: death.pid, exit_status: death.exit_status, signal: death.signal };
+            let event = Event::ChildExited {
+                pid: death.pid,
+                exit_status: death.exit_status,
+                signal: death.signal,
+            };
             let _ = self.control.send(&Message::Event(event), &[]);
         }
     }
@@ -92,7 +104,12 @@ impl Zygote {
             Request::Fork { count } => return self.fork(seq, count),
             Request::Stop => {
                 running::answer(&self.control, seq, Reply::Done);
-                let _ = self.control.send(&Message::Event(Event::Exited { reason: ExitReason::Stopped }), &[]);
+                let _ = self.control.send(
+                    &Message::Event(Event::Exited {
+                        reason: ExitReason::Stopped,
+                    }),
+                    &[],
+                );
                 return Next::Become(Role::Gone);
             }
             Request::Status => {
@@ -101,7 +118,10 @@ impl Zygote {
             }
             other => other,
         };
-        let error = VmmError::Role { role: "a zygote", request: running::request_name(&request) };
+        let error = VmmError::Role {
+            role: "a zygote",
+            request: running::request_name(&request),
+        };
         running::refuse(&self.control, seq, &error);
         Next::Again(self)
     }
@@ -115,7 +135,11 @@ impl Zygote {
                 return Next::Again(self);
             }
         };
-        let Self { brood, control, children } = *self;
+        let Self {
+            brood,
+            control,
+            children,
+        } = *self;
         let (mut brood, control) = match breed::fork_litter(brood, control, litter) {
             Bred::Parent(brood, control) => (brood, control),
             Bred::Child(role) => {
@@ -133,7 +157,11 @@ impl Zygote {
             resumed_ns: start_ns,
         };
         running::answer(&control, seq, Reply::Forked(times));
-        Next::Again(Box::new(Self { brood, control, children }))
+        Next::Again(Box::new(Self {
+            brood,
+            control,
+            children,
+        }))
     }
 
     fn status(&self) -> Status {
