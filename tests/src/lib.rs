@@ -6,3 +6,4 @@
 pub mod descriptors;
 pub mod micro;
 pub mod need;
+pub mod stack;
