@@ -340,6 +340,22 @@ fn partial_failure_is_200_and_total_failure_the_first_errors_status() {
 }
 
 #[test]
+fn a_refused_fork_has_one_error_for_each_child_and_no_times() {
+    let daemon = Daemon::start();
+    daemon.template("fake.refuse_fork");
+    let id = daemon.one();
+    let answer = daemon.call("POST", &format!("/sandboxes/{id}/fork"), "{\"count\":2}");
+    assert_eq!(answer.status, 503);
+    let body = answer.json();
+    assert_eq!(body["results"][1]["error"]["code"], "vmm_refused", "{body}");
+    assert!(body.get("times").is_none(), "{body}");
+    assert_eq!(
+        daemon.call("GET", &format!("/sandboxes/{id}"), "").json()["state"],
+        "running"
+    );
+}
+
+#[test]
 fn a_late_identity_is_an_error_that_says_so() {
     let daemon = Daemon::start();
     daemon.template("fake.mute_child=0");

@@ -103,11 +103,11 @@ pub(crate) async fn fork(
     };
     let offspring = blocking(move || host.fork(&spec, called_ns)).await?;
     let (status, results) = outcomes(&offspring);
-    Ok((
-        status,
-        Json(json!({ "results": results, "times": offspring.times })),
-    )
-        .into_response())
+    let mut body = json!({ "results": results });
+    if let Some(times) = offspring.times {
+        body["times"] = json!(times);
+    }
+    Ok((status, Json(body)).into_response())
 }
 
 /// One outcome for each child, in order; 200 if any succeeded, else the first error's status.
