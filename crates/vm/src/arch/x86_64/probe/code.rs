@@ -69,6 +69,15 @@ pub const TRIALS: &[Trial] = &[
         expected: 0x1234,
     },
     Trial {
+        name: "xsetbv",
+        // xor ecx, ecx; mov eax, 3; xor edx, edx; xsetbv; xor eax, eax; cpuid (leaves the guest); xor ecx, ecx; xgetbv
+        code: &[
+            0x31, 0xc9, 0xb8, 3, 0, 0, 0, 0x31, 0xd2, 0x0f, 0x01, 0xd1, 0x31, 0xc0, 0x0f, 0xa2, 0x31, 0xc9,
+            0x0f, 0x01, 0xd0, 0x66, 0xba, 0xf0, 0x0f, 0xef,
+        ],
+        expected: 3,
+    },
+    Trial {
         name: "mov cr3",
         // mov rax, cr3; mov cr3, rax; mov eax, 0x77
         code: &[
@@ -141,6 +150,17 @@ mod tests {
             asm.rdmsr().unwrap();
         });
         assert_eq!(msr, trial("wrmsr, rdmsr"));
+        let features = assemble(|asm| {
+            asm.xor(ecx, ecx).unwrap();
+            asm.mov(eax, 3).unwrap();
+            asm.xor(edx, edx).unwrap();
+            asm.xsetbv().unwrap();
+            asm.xor(eax, eax).unwrap();
+            asm.cpuid().unwrap();
+            asm.xor(ecx, ecx).unwrap();
+            asm.xgetbv().unwrap();
+        });
+        assert_eq!(features, trial("xsetbv"));
         let control = assemble(|asm| {
             asm.mov(rax, cr3).unwrap();
             asm.mov(cr3, rax).unwrap();

@@ -13,7 +13,7 @@
 //! agree after. Where KVM keeps no offsets because the host's TSC is unstable, the TSC is an MSR like others, and KVM brings
 //! vCPUs into step that are loaded within a second. Wall time is behind afterwards; setting it is the identity's task.
 //!
-//! **MSRs.** Saved is what `KVM_GET_MSR_INDEX_LIST` names, without Hyper-V's, which our CPUID keeps from the guest, and
+//! **MSRs.** Saved is what `KVM_GET_MSR_INDEX_LIST` names and `msrs::UNLISTED`, without Hyper-V's, which our CPUID keeps from the guest, and
 //! without what this KVM does not let a vCPU with our CPUID read, or does not take back though the value is its own (host
 //! properties and counters, not state); the latter are found once, by [`StateTraits::probe`]. Loaded is what differs from a fresh vCPU with the same CPUID: such a vCPU is what it is loaded
 //! into; so is other small state. An MSR that is refused then is an error: a guest that silently lost state would fail much later.
@@ -36,7 +36,7 @@ use super::cpuid::{self, CpuidError};
 /// What this host's KVM can save; found once for a process tree.
 #[derive(Debug, Clone)]
 pub struct StateTraits {
-    /// MSRs that are state, without [`msrs::TSC_DEADLINE`] and, where there is the offset attribute, [`msrs::TSC`].
+    /// MSRs that are state, without `msrs::TSC_DEADLINE` and, where there is the offset attribute, `msrs::TSC`.
     msr_indices: Vec<u32>,
     /// What a fresh vCPU has in them, in the same order.
     fresh_msrs: Vec<u64>,
@@ -44,7 +44,7 @@ pub struct StateTraits {
     xsave_extra_words: usize,
     /// The TSC is saved and loaded as an offset.
     tsc_offset: bool,
-    /// The guest has [`msrs::TSC_DEADLINE`].
+    /// The guest has `msrs::TSC_DEADLINE`.
     tsc_deadline: bool,
     /// What else a fresh vCPU has.
     fresh: Fresh,
@@ -224,6 +224,9 @@ impl StateTraits {
         let list = kvm.get_msr_index_list().map_err(StateError::kvm("list msrs"))?;
         let mut indices = list.as_slice().to_vec();
         let tsc_deadline = indices.contains(&msrs::TSC_DEADLINE);
+        indices.extend(msrs::UNLISTED.iter().cloned().flatten());
+        indices.sort_unstable();
+        indices.dedup();
         indices.retain(|&index| {
             index != msrs::TSC_DEADLINE && index != msrs::TSC && !msrs::HYPERV.contains(&index)
         });

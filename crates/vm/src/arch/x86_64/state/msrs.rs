@@ -9,6 +9,22 @@ use super::StateError;
 pub const TSC: u32 = 0x10;
 /// IA32_TSC_DEADLINE.
 pub const TSC_DEADLINE: u32 = 0x6e0;
+/// State that `KVM_GET_MSR_INDEX_LIST` leaves out, or did in Linux 6.1, though KVM keeps it: memory types (a guest that
+/// finds them off after a fork maps memory uncached), machine check banks, debug control and last branch, and AMD's
+/// hardware configuration. Those that a host does not have are dropped by the probe.
+pub const UNLISTED: &[std::ops::RangeInclusive<u32>] = &[
+    0x1d9..=0x1d9,             // IA32_DEBUGCTL
+    0x1db..=0x1de,             // last branch and interrupt, from and to
+    0x200..=0x20f,             // IA32_MTRR_PHYSBASE0 to PHYSMASK7
+    0x250..=0x250,             // IA32_MTRR_FIX64K
+    0x258..=0x259,             // IA32_MTRR_FIX16K
+    0x268..=0x26f,             // IA32_MTRR_FIX4K
+    0x277..=0x277,             // IA32_PAT
+    0x280..=0x29f,             // IA32_MC0_CTL2 to MC31_CTL2
+    0x2ff..=0x2ff,             // IA32_MTRR_DEF_TYPE
+    0x400..=0x47f,             // IA32_MC0_CTL to MC31_MISC
+    0xc001_0015..=0xc001_0015, // HWCR
+];
 /// Hyper-V's synthetic MSRs. Our guests are told of no Hyper-V and cannot reach them; writing one makes KVM allocate.
 pub const HYPERV: std::ops::RangeInclusive<u32> = 0x4000_0000..=0x4000_01ff;
 

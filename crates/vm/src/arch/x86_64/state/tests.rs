@@ -123,6 +123,7 @@ fn what_is_loaded_can_be_saved_again_unchanged() {
     ring(&mut vm, 1);
     // Something in each kind of state that a fresh vCPU does not have.
     let marked = [
+        (0x2ff, 0xc06),
         (0xc000_0102, 0x7fff_1234_5000),
         (0x277, 0x0007_0406_0007_0406),
         (0xc000_0081, 0x23_0010_0000_0000),
@@ -260,8 +261,9 @@ fn probing_finds_most_msrs_and_what_a_guest_needs() {
         traits.msr_indices.len(),
         kvm.get_msr_index_list().unwrap().as_slice().len()
     );
-    // STAR, LSTAR, KERNEL_GS_BASE, PAT, TSC_ADJUST, kvmclock's two.
+    // STAR, LSTAR, KERNEL_GS_BASE, PAT, MTRR_DEF_TYPE, TSC_ADJUST, kvmclock's two.
     for index in [
+        0x2ff,
         0xc000_0081,
         0xc000_0082,
         0xc000_0102,
