@@ -48,10 +48,9 @@ pub fn static_binary(workspace: &Workspace, package: &str, binary: &str) -> Resu
         .args(["--target", STATIC_TARGET, "--target-dir"])
         .arg(&directory);
     let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
-    command.env(
-        "RUSTFLAGS",
-        format!("{flags} -C target-feature=+crt-static").trim(),
-    );
+    // What is in an initramfs is unpacked into guest memory, debug information too.
+    let flags = format!("{flags} -C target-feature=+crt-static -C debuginfo=0 -C strip=symbols");
+    command.env("RUSTFLAGS", flags.trim());
     command.env_remove("CARGO_ENCODED_RUSTFLAGS");
     run_command(&mut command)?;
     let built = directory.join(STATIC_TARGET).join("release").join(binary);
