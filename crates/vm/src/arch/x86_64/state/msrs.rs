@@ -28,8 +28,11 @@ pub const UNLISTED: &[std::ops::RangeInclusive<u32>] = &[
 /// Hyper-V's synthetic MSRs. Our guests are told of no Hyper-V and cannot reach them; writing one makes KVM allocate.
 pub const HYPERV: std::ops::RangeInclusive<u32> = 0x4000_0000..=0x4000_01ff;
 
+/// Most MSRs of one ioctl: KVM refuses `MAX_IO_MSRS`, 256, with E2BIG (arch/x86/kvm/x86.c, `msr_io`).
+const BATCH: usize = KVM_MAX_MSR_ENTRIES - 1;
+
 fn batch(entries: &[kvm_msr_entry]) -> Msrs {
-    Msrs::from_entries(entries).expect("a batch is not longer than KVM_MAX_MSR_ENTRIES")
+    Msrs::from_entries(entries).expect("a batch is shorter than KVM_MAX_MSR_ENTRIES")
 }
 
 fn requests(indices: &[u32]) -> Vec<kvm_msr_entry> {
@@ -44,7 +47,7 @@ fn requests(indices: &[u32]) -> Vec<kvm_msr_entry> {
 
 /// Splits `entries` into what one ioctl takes.
 pub fn batches(entries: &[kvm_msr_entry]) -> Vec<Msrs> {
-    entries.chunks(KVM_MAX_MSR_ENTRIES).map(batch).collect()
+    entries.chunks(BATCH).map(batch).collect()
 }
 
 /// Reads those of `indices` that KVM lets be read, and drops exactly the others.
@@ -52,7 +55,7 @@ pub fn read_tolerantly(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_ent
     let mut read = Vec::with_capacity(indices.len());
     let mut rest = indices;
     while !rest.is_empty() {
-        let count = rest.len().min(KVM_MAX_MSR_ENTRIES);
+        let count = rest.len().min(BATCH);
         let mut msrs = batch(&requests(&rest[..count]));
         let done = vcpu.get_msrs(&mut msrs).map_err(StateError::kvm("read msrs"))?;
         read.extend_from_slice(&msrs.as_slice()[..done]);
@@ -67,7 +70,7 @@ pub fn writable(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<Vec<kvm_msr_
     let mut taken = Vec::with_capacity(entries.len());
     let mut rest = entries;
     while !rest.is_empty() {
-        let count = rest.len().min(KVM_MAX_MSR_ENTRIES);
+        let count = rest.len().min(BATCH);
         let done = vcpu
             .set_msrs(&batch(&rest[..count]))
             .map_err(StateError::kvm("write msrs"))?;
@@ -80,7 +83,7 @@ pub fn writable(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<Vec<kvm_msr_
 /// Reads all of `indices`.
 pub fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, StateError> {
     let mut entries = Vec::with_capacity(indices.len());
-    for chunk in indices.chunks(KVM_MAX_MSR_ENTRIES) {
+    for chunk in indices.chunks(BATCH) {
         let mut msrs = batch(&requests(chunk));
         let done = vcpu.get_msrs(&mut msrs).map_err(StateError::kvm("read msrs"))?;
         if done < chunk.len() {

@@ -276,6 +276,19 @@ fn probing_finds_most_msrs_and_what_a_guest_needs() {
     }
 }
 
+/// KVM refuses 256 MSRs at once, which only a host with many showed.
+#[test]
+fn any_number_of_msrs_can_be_read_and_written() {
+    let Some(kvm) = testing::kvm() else { return };
+    let vm = testing::payload_vm(&kvm, 64, 1, &counter());
+    let many = vec![0x277; 600];
+    let read = msrs::read(&vm.vcpus[0], &many).unwrap();
+    assert_eq!(read.len(), 600);
+    assert_eq!(msrs::read_tolerantly(&vm.vcpus[0], &many).unwrap().len(), 600);
+    assert_eq!(msrs::writable(&vm.vcpus[0], &read).unwrap().len(), 600);
+    msrs::write(&vm.vcpus[0], &msrs::batches(&read)).unwrap();
+}
+
 #[test]
 fn a_refused_msr_is_named() {
     let Some(kvm) = testing::kvm() else { return };
