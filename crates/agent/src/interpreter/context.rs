@@ -185,7 +185,10 @@ impl Task {
     }
 
     async fn execute(&mut self, job: Job) {
-        self.executions += 1;
+        // A warm-up is none: the first code of a clone is its first.
+        if !job.warm_up {
+            self.executions += 1;
+        }
         if self.driver.is_none()
             && let Err(reason) = self.start().await
         {

@@ -139,6 +139,11 @@ async fn a_warm_up_leaves_its_names() {
     );
     let lines = agent.run_code("sum(big), 'stale' in globals(), __name__").await;
     assert_eq!(
+        one(&lines, "number_of_executions")["execution_count"],
+        1,
+        "a warm-up is no execution"
+    );
+    assert_eq!(
         (
             one(&lines, "result")["text"].as_str(),
             text(&lines, "stderr").as_str()
