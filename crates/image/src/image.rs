@@ -22,10 +22,14 @@ use crate::cache::{CacheError, io, publish};
 use crate::digest;
 use crate::initramfs::InitramfsError;
 use crate::kernel::KernelError;
-use crate::kernel::bzimage::{self, BzImageError};
+use crate::kernel::bzimage::BzImageError;
 use crate::manifest::{FILE_NAME, FORMAT, FileEntry, Manifest, Source};
 use crate::rootfs::RootfsError;
 use crate::tool::{Tool, ToolError};
+
+mod import;
+
+pub use import::ImportFiles;
 
 pub(crate) const VMLINUX: &str = "vmlinux";
 pub(crate) const VMLINUZ: &str = "vmlinuz";
@@ -175,17 +179,6 @@ pub struct Image {
     manifest: Manifest,
 }
 
-/// Files to make an image of.
-#[derive(Debug, Clone)]
-pub struct ImportFiles {
-    /// Kernel, ELF vmlinux or bzImage.
-    pub kernel: PathBuf,
-    /// Initramfs, as the kernel unpacks it.
-    pub initramfs: PathBuf,
-    /// Raw root disk; a whole number of 512-byte sectors.
-    pub rootfs: PathBuf,
-}
-
 impl Image {
     /// The image in `dir`; its files are there, readable and as long as the manifest says.
     ///
@@ -233,60 +226,12 @@ impl Image {
         Ok(())
     }
 
-    /// Copies `files` into a new image in `dest`, which must not exist; its parent must.
-    ///
-    /// # Errors
-    /// Fails where a file cannot be read or is not what it should be, and where `dest` exists; nothing is left then.
-    pub fn import_files(files: &ImportFiles, dest: &Path) -> Result<Self, ImageError> {
-        let kernel = check_import(files)?;
-        if dest.exists() {
-            return Err(ImageError::Exists {
-                path: dest.to_owned(),
-            });
-        }
-        let parent = dest
-            .parent()
-            .filter(|parent| !parent.as_os_str().is_empty())
-            .unwrap_or(Path::new("."));
-        let staging = tempfile::Builder::new().prefix(".image-").tempdir_in(parent);
-        let staging = staging.map_err(io("create a directory in", parent))?;
-        let write = |name: &str, bytes: &[u8]| {
-            let path = staging.path().join(name);
-            fs::write(&path, bytes).map_err(io("write", &path))
-        };
-        if bzimage::is_bzimage(&kernel) {
-            let elf = bzimage::extract(&kernel).map_err(|source| ImageError::ImportKernel {
-                path: files.kernel.clone(),
-                source,
-            })?;
-            write(VMLINUX, &elf)?;
-            write(VMLINUZ, &kernel)?;
-        } else {
-            write(VMLINUX, &kernel)?;
-        }
-        copy(&files.initramfs, &staging.path().join(INITRAMFS))?;
-        copy(&files.rootfs, &staging.path().join(ROOTFS))?;
-        seal(staging.path(), None, Source::Files)?;
-        publish(staging, dest)?;
-        Self::open(dest)
-    }
-
     /// Makes the same image in `dest`, which must not exist, sharing the files where the file system can.
     ///
     /// # Errors
     /// Fails where `dest` exists or a file can be neither linked nor copied; nothing is left then.
     pub fn copy_to(&self, dest: &Path) -> Result<Self, ImageError> {
-        if dest.exists() {
-            return Err(ImageError::Exists {
-                path: dest.to_owned(),
-            });
-        }
-        let parent = dest
-            .parent()
-            .filter(|parent| !parent.as_os_str().is_empty())
-            .unwrap_or(Path::new("."));
-        let staging = tempfile::Builder::new().prefix(".image-").tempdir_in(parent);
-        let staging = staging.map_err(io("create a directory in", parent))?;
+        let staging = stage(dest)?;
         let names = self.manifest.files.keys().map(String::as_str);
         for name in names.chain([FILE_NAME]) {
             place(&self.dir.join(name), &staging.path().join(name))?;
@@ -376,45 +321,19 @@ fn unreadable<'a>(dir: &'a Path, name: &'a str) -> impl Fn(std::io::Error) -> Im
     }
 }
 
-/// Checks what can be seen of the files from outside, and returns the kernel's bytes.
-fn check_import(files: &ImportFiles) -> Result<Vec<u8>, ImageError> {
-    let read = |what: &'static str, path: &Path| {
-        let path = path.to_owned();
-        move |source| ImageError::ImportRead { what, path, source }
-    };
-    let content = |what, path: &Path, problem| {
-        Err(ImageError::ImportContent {
-            what,
-            path: path.to_owned(),
-            problem,
-        })
-    };
-    let kernel = fs::read(&files.kernel).map_err(read("kernel", &files.kernel))?;
-    if !bzimage::is_bzimage(&kernel) && !bzimage::is_elf(&kernel) {
-        return content(
-            "kernel",
-            &files.kernel,
-            "is neither a bzImage nor an x86-64 ELF file",
-        );
+/// A directory beside `dest`, which must not exist.
+pub(crate) fn stage(dest: &Path) -> Result<tempfile::TempDir, ImageError> {
+    if dest.exists() {
+        return Err(ImageError::Exists {
+            path: dest.to_owned(),
+        });
     }
-    let opened = |what, path: &Path| {
-        File::open(path)
-            .and_then(|file| file.metadata())
-            .map_err(read(what, path))
-    };
-    let initramfs = opened("initramfs", &files.initramfs)?;
-    if !initramfs.is_file() || initramfs.len() == 0 {
-        return content("initramfs", &files.initramfs, "is empty or not a regular file");
-    }
-    let rootfs = opened("root disk", &files.rootfs)?;
-    if !rootfs.is_file() || rootfs.len() == 0 || !rootfs.len().is_multiple_of(512) {
-        return content(
-            "root disk",
-            &files.rootfs,
-            "is not a regular file of whole 512-byte sectors; is it truncated?",
-        );
-    }
-    Ok(kernel)
+    let parent = dest
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    let staging = tempfile::Builder::new().prefix(".image-").tempdir_in(parent);
+    Ok(staging.map_err(io("create a directory in", parent))?)
 }
 
 /// Puts the immutable file `from` at `to`: a second name where the file system can, else a copy.
@@ -426,7 +345,7 @@ pub(crate) fn place(from: &Path, to: &Path) -> Result<(), ImageError> {
 }
 
 /// Copies a file, keeping its holes.
-fn copy(from: &Path, to: &Path) -> Result<(), ImageError> {
+pub(crate) fn copy(from: &Path, to: &Path) -> Result<(), ImageError> {
     let mut tool = Tool::new("cp", "coreutils");
     tool.command()
         .args(["--sparse=always", "--reflink=auto", "--"])

@@ -32,6 +32,8 @@ const CONSOLE_TICKS: u32 = 20;
 enum Ending {
     /// The command ended by itself.
     Exited(u8),
+    /// A signal to this process ended everything.
+    Signalled(usize),
     /// The lab failed: what happened, and the exit status for it.
     Failed(String, u8),
 }
@@ -80,6 +82,10 @@ pub fn run(plan: &Plan<'_>) -> Result<u8> {
                 );
             }
             Ok(code)
+        }
+        Ending::Signalled(signal) => {
+            eprintln!("lab: ended by signal {signal}");
+            Ok(u8::try_from(128 + signal).unwrap_or(LAB_FAILED))
         }
         Ending::Failed(what, code) => {
             report_failure(plan, &what, &console, &scratch);
@@ -185,8 +191,7 @@ fn watch(
         }
         let signal = signals.ended_by.load(Ordering::SeqCst);
         if signal != 0 {
-            eprintln!("lab: ended by signal {signal}");
-            return Ok(Ending::Exited(u8::try_from(128 + signal).unwrap_or(LAB_FAILED)));
+            return Ok(Ending::Signalled(signal));
         }
         if signals.resized.swap(false, Ordering::SeqCst) && plan.job.terminal.is_some() {
             resize(&mut control);
