@@ -185,10 +185,8 @@ impl Task {
     }
 
     async fn execute(&mut self, job: Job) {
-        // A warm-up is none: the first code of a clone is its first.
-        if !job.warm_up {
-            self.executions += 1;
-        }
+        // A warm-up is none, and begins anew: the first code of a clone is its first.
+        self.executions = if job.warm_up { 0 } else { self.executions + 1 };
         if self.driver.is_none()
             && let Err(reason) = self.start().await
         {
