@@ -25,7 +25,7 @@ pub fn run(workspace: &Workspace) -> Result<()> {
         std::fs::create_dir_all(workspace.target.join("bench"))?;
         run_command(
             Command::new(workspace.binary("offshoot-bench"))
-                .arg("--output")
+                .arg("--out")
                 .arg(&results),
         )
     })?;

@@ -16,7 +16,7 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     step("build programs", || {
         let mut command = cargo(workspace);
         command.args(["build", "--release", "--workspace", "--bins"]);
-        for excluded in ["offshoot-agent", "offshoot-tests", "xtask"] {
+        for excluded in ["offshoot-agent", "xtask"] {
             command.args(["--exclude", excluded]);
         }
         run_command(&mut command)

@@ -1,6 +1,6 @@
 //! `make test`: every check there is, in the order of what they cost.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
@@ -40,21 +40,28 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     build::run(workspace)?;
     let image = image::run(workspace)?;
     let programs = step("build end-to-end tests", || test_programs(workspace))?;
-    step("lab", || lab::prepare(workspace))?;
     let mut failed = Vec::new();
-    for program in &programs {
+    let mut check = |title: &str, program: &Path, run: &dyn Fn(&Path) -> Result<()>| {
         let name = program
             .file_name()
             .unwrap_or_default()
             .to_string_lossy()
             .into_owned();
-        if step(&format!("end-to-end tests {name}"), || {
-            end_to_end(workspace, &image, program)
-        })
-        .is_err()
-        {
+        if let Err(error) = step(&format!("{title} {name}"), || run(program)) {
+            eprintln!("error: {error:#}");
             failed.push(name);
         }
+    };
+    for program in programs.iter().filter(|program| is_micro(program)) {
+        check("native tests with micro-guests", program, &|program| {
+            here(workspace, &image, program)
+        });
+    }
+    step("lab", || lab::prepare(workspace))?;
+    for program in &programs {
+        check("end-to-end tests", program, &|program| {
+            end_to_end(workspace, &image, program)
+        });
     }
     if !failed.is_empty() {
         bail!("end-to-end tests failed: {}", failed.join(", "));
@@ -95,31 +102,39 @@ fn programs_in(messages: &str) -> Result<Vec<PathBuf>> {
     Ok(programs)
 }
 
+/// Whether a test program needs `/dev/kvm` but no Linux guest, so that it runs on the host as well as in the lab.
+fn is_micro(program: &Path) -> bool {
+    program
+        .file_name()
+        .is_some_and(|name| name.to_string_lossy().starts_with("micro_"))
+}
+
+/// Runs one test program on the host.
+fn here(workspace: &Workspace, image: &Path, program: &Path) -> Result<()> {
+    let mut command = Command::new(program);
+    command
+        .arg("--test-threads=1")
+        .env("OFFSHOOT_IMAGE", image)
+        .env("OFFSHOOT_BIN_DIR", workspace.bin_dir());
+    run_command(command.stdin(Stdio::null()))
+}
+
 /// Runs one test program: here where this host's KVM runs Linux, else in a lab of its own.
-fn end_to_end(workspace: &Workspace, image: &std::path::Path, program: &std::path::Path) -> Result<()> {
-    let image = image.display().to_string();
-    let binaries = workspace.bin_dir().display().to_string();
-    let code = if lab::host_runs_linux(workspace) {
-        let status = Command::new(program)
-            .arg("--test-threads=1")
-            .env("OFFSHOOT_IMAGE", image)
-            .env("OFFSHOOT_BIN_DIR", binaries)
-            .status()
-            .with_context(|| format!("could not start {}", program.display()))?;
-        status.code().unwrap_or(i32::from(u8::MAX))
-    } else {
-        let env = vec![
-            EnvPair::new("OFFSHOOT_IMAGE", image),
-            EnvPair::new("OFFSHOOT_BIN_DIR", binaries),
-        ];
-        let options = LabOptions {
-            timeout: LIMIT_S,
-            env,
-            ..LabOptions::default()
-        };
-        let argv = vec![program.display().to_string(), "--test-threads=1".to_owned()];
-        i32::from(lab::run(workspace, &options, Work::Command(argv))?)
+fn end_to_end(workspace: &Workspace, image: &Path, program: &Path) -> Result<()> {
+    if lab::host_runs_linux(workspace) {
+        return here(workspace, image, program);
+    }
+    let env = vec![
+        EnvPair::new("OFFSHOOT_IMAGE", image.display().to_string()),
+        EnvPair::new("OFFSHOOT_BIN_DIR", workspace.bin_dir().display().to_string()),
+    ];
+    let options = LabOptions {
+        timeout: LIMIT_S,
+        env,
+        ..LabOptions::default()
     };
+    let argv = vec![program.display().to_string(), "--test-threads=1".to_owned()];
+    let code = lab::run(workspace, &options, Work::Command(argv))?;
     if code != 0 {
         bail!("{} ended with status {code}", program.display());
     }
