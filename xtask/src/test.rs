@@ -35,7 +35,23 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     })?;
     // KVM tests with micro-guests are among these; where /dev/kvm does not open they say so and pass.
     step("unit and native KVM tests", || {
-        run_command(cargo(workspace).args(["test", "--quiet", "--workspace", "--exclude", "offshoot-tests"]))
+        run_command(cargo(workspace).args([
+            "test",
+            "--quiet",
+            "--workspace",
+            "--exclude",
+            "offshoot-tests",
+        ]))?;
+        let rest = [
+            "test",
+            "--quiet",
+            "--release",
+            "--package",
+            "offshoot-tests",
+            "--lib",
+            "--bins",
+        ];
+        run_command(cargo(workspace).args(rest))
     })?;
     build::run(workspace)?;
     let image = image::run(workspace)?;
