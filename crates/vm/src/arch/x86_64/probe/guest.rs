@@ -5,7 +5,7 @@ use std::os::unix::thread::JoinHandleExt;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use kvm_bindings::{kvm_dtable, kvm_regs, kvm_userspace_memory_region};
+use kvm_bindings::{CpuId, kvm_dtable, kvm_regs, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
@@ -141,6 +141,14 @@ fn kick(thread: &std::thread::JoinHandle<()>) {
     unsafe { libc::pthread_kill(thread.as_pthread_t(), kick_signal()) };
 }
 
+/// Whether the guest's processor has XSAVE (leaf 1 ECX bit 26).
+pub fn has_xsave(cpuid: &CpuId) -> bool {
+    cpuid
+        .as_slice()
+        .iter()
+        .any(|entry| entry.function == 1 && entry.ecx & (1 << 26) != 0)
+}
+
 struct Guest {
     vcpu: VcpuFd,
     // Both must outlive `vcpu`, in this order.
@@ -178,7 +186,9 @@ impl Guest {
         vcpu.set_cpuid2(&cpuid).map_err(because("set cpuid"))?;
         let mut sregs = vcpu.get_sregs().map_err(because("read the segment registers"))?;
         segments::enter_long_mode(&mut sregs, program.ring, PAGE_TABLES);
-        sregs.cr4 |= CR4_OSXSAVE;
+        if has_xsave(&cpuid) {
+            sregs.cr4 |= CR4_OSXSAVE;
+        }
         sregs.idt = kvm_dtable {
             base: IDT.0,
             limit: IDT_BYTES - 1,
