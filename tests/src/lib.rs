@@ -4,6 +4,7 @@
 //! What is here serves the tests in `tests/`: a [`micro::Rig`] drives VMM processes without a daemon.
 
 pub mod descriptors;
+pub mod linux;
 pub mod micro;
 pub mod need;
 pub mod stack;

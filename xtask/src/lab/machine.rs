@@ -31,6 +31,8 @@ const MODULES: [&str; 10] = [
 /// against guests that are our own.
 const COMMAND_LINE: &str = "console=ttyS0 quiet loglevel=5 oops=panic panic=-1 mitigations=off random.trust_cpu=on \
                             cgroup_no_v1=all no_timer_check tsc=reliable";
+/// Without XSAVE: the emulated SVM does not intercept XSETBV, so a guest of the lab's would lose its vector state.
+const CPU: &str = "max,-xsave,+svm,+npt";
 /// How long a virtiofs server may take to listen.
 const SERVER_WAIT: Duration = Duration::from_secs(10);
 
@@ -167,7 +169,7 @@ fn arguments(plan: &Plan<'_>, dir: &Path, initrd: &Path, console: &Path) -> Vec<
     add("-machine", "q35,memory-backend=mem".to_owned());
     // One thread for all virtual CPUs: with one each, QEMU 7.2 was seen to corrupt memory under fork storms.
     add("-accel", "tcg,thread=single,tb-size=512".to_owned());
-    add("-cpu", "max,+svm,+npt".to_owned());
+    add("-cpu", CPU.to_owned());
     add("-smp", plan.cpus.to_string());
     add("-m", format!("{memory_mib}M"));
     // The virtiofs servers reach into the lab's memory, hence shared.

@@ -19,7 +19,7 @@ pub struct LabOptions {
     #[arg(long, default_value_t = 10_240)]
     pub memory_mib: u64,
     /// Virtual CPUs of the lab; all are emulated by one thread.
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 1)]
     pub cpus: u8,
     /// Seconds until the command is ended, the lab's start not counted.
     #[arg(long, default_value_t = 1800)]
@@ -45,7 +45,7 @@ impl Default for LabOptions {
     fn default() -> Self {
         Self {
             memory_mib: 10_240,
-            cpus: 2,
+            cpus: 1,
             timeout: 1800,
             env: Vec::new(),
             shares: Vec::new(),

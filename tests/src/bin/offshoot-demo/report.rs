@@ -48,9 +48,16 @@ impl Report {
         for (name, ms) in &self.stop_lines {
             println!("{name:<44} {ms:>10.1}");
         }
-        println!("\n{:<24} {:>14} {:>14} {:>14} {:>14}", "sandbox", "private_kib", "shared_kib", "pss_kib", "pagetab_kib");
+        println!(
+            "\n{:<24} {:>14} {:>14} {:>14} {:>14}",
+            "sandbox", "private_kib", "shared_kib", "pss_kib", "pagetab_kib"
+        );
         for sandbox in &self.memory {
-            let kib = |field: &str| sandbox[field].as_u64().map_or_else(|| "-".into(), |kib| kib.to_string());
+            let kib = |field: &str| {
+                sandbox[field]
+                    .as_u64()
+                    .map_or_else(|| "-".into(), |kib| kib.to_string())
+            };
             println!(
                 "{:<24} {:>14} {:>14} {:>14} {:>14}",
                 sandbox["id"].as_str().unwrap_or("-"),
@@ -62,7 +69,13 @@ impl Report {
         }
         println!(
             "\n{} of {} clones correct, {} of {} forks consistent, isolated: {}, random bytes distinct: {}, clocks right: {}",
-            self.correct, self.clones, self.consistent, self.forks, self.isolated, self.distinct_random, self.clock_ok
+            self.correct,
+            self.clones,
+            self.consistent,
+            self.forks,
+            self.isolated,
+            self.distinct_random,
+            self.clock_ok
         );
     }
 }
