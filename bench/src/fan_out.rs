@@ -55,12 +55,8 @@ impl Template {
         let file = run_dir.join("payload.bin");
         std::fs::write(&file, code).context("write the payload")?;
         let (dir, resources) = SandboxDir::create(run_dir, "template")?;
-        let options = SpawnOptions {
-            program: vmm,
-            id: "template",
-            stderr: dir.stderr()?,
-            sink: Arc::clone(&sink),
-        };
+        let options =
+            SpawnOptions { program: vmm, id: "template", stderr: dir.stderr()?, sink: Arc::clone(&sink) };
         let template = Vmm::spawn(&supervisor, options)?;
         let config = BootConfig {
             id: "template".into(),
@@ -75,13 +71,7 @@ impl Template {
         template.boot(config, resources, deadline)?;
         wait_for_rings(&events, 1, deadline)?;
         let (zygote, _) = template.freeze(Arc::clone(&sink), deadline)?;
-        Ok(Self {
-            zygote,
-            sink,
-            events,
-            run_dir: run_dir.to_owned(),
-            born: 0,
-        })
+        Ok(Self { zygote, sink, events, run_dir: run_dir.to_owned(), born: 0 })
     }
 
     /// Makes `n` clones and waits until each has answered with its own number.
@@ -98,19 +88,10 @@ impl Template {
             let id = format!("clone-{number:x}");
             let (dir, resources) = SandboxDir::create(&self.run_dir, &id)?;
             dirs.push(dir);
-            children.push((
-                ChildSpec {
-                    id,
-                    vm_generation: format!("{number:08x}{:024}", 0),
-                },
-                resources,
-            ));
+            children.push((ChildSpec { id, vm_generation: format!("{number:08x}{:024}", 0) }, resources));
         }
         let deadline = Deadline::after(PATIENCE);
-        let options = ForkOptions {
-            deadline,
-            sink: Arc::clone(&self.sink),
-        };
+        let options = ForkOptions { deadline, sink: Arc::clone(&self.sink) };
         let outcome = self.zygote.fork(children, &options)?;
         let vmms = outcome.children.into_iter().collect::<Result<Vec<_>, _>>()?;
         let rung = wait_for_rings(&self.events, numbers.len(), deadline)?;
@@ -119,11 +100,7 @@ impl Template {
         if rung.iter().copied().collect::<HashSet<u32>>() != wanted {
             bail!("clones rang {rung:x?}, not each its own number");
         }
-        Ok(Clones {
-            vmms,
-            elapsed_ms,
-            _dirs: dirs,
-        })
+        Ok(Clones { vmms, elapsed_ms, _dirs: dirs })
     }
 
     /// The zygote.
@@ -163,18 +140,10 @@ fn wait_for_rings(events: &Events, count: usize, deadline: Deadline) -> anyhow::
     let mut rung = Vec::with_capacity(count);
     while rung.len() < count {
         match events.next(deadline) {
-            Some(Notice::Event {
-                event: Event::Doorbell {
-                    value: micro::TORN, ..
-                },
-                ..
-            }) => {
+            Some(Notice::Event { event: Event::Doorbell { value: micro::TORN, .. }, .. }) => {
                 bail!("a guest found a page that it did not write")
             }
-            Some(Notice::Event {
-                event: Event::Doorbell { value, .. },
-                ..
-            }) => rung.push(value),
+            Some(Notice::Event { event: Event::Doorbell { value, .. }, .. }) => rung.push(value),
             Some(_) => {}
             None => bail!("{} of {count} guests rang in time", rung.len()),
         }

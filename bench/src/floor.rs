@@ -50,12 +50,7 @@ impl Template {
         let layers = ram.to_layers()?;
         ram.adopt(layers)?;
         let memory_bytes = ram.len_bytes();
-        Ok(Self {
-            kvm,
-            ram,
-            fill_bytes,
-            memory_bytes,
-        })
+        Ok(Self { kvm, ram, fill_bytes, memory_bytes })
     }
 
     /// Forks `n` children one after the other and waits until all have answered; all are alive until then.
@@ -87,9 +82,7 @@ impl Template {
         }
         drop(answer);
         let mut received = Vec::with_capacity(n as usize);
-        std::fs::File::from(answers)
-            .take(n.into())
-            .read_to_end(&mut received)?;
+        std::fs::File::from(answers).take(n.into()).read_to_end(&mut received)?;
         let elapsed_ns = monotonic_ns() - start_ns;
         drop(release);
         for child in children {
@@ -132,9 +125,7 @@ impl Template {
             let found: u64 = self.ram.view().read_obj(GuestAddress(page))?;
             anyhow::ensure!(found == page, "page {page:#x} holds {found:#x}");
         }
-        self.ram
-            .view()
-            .write_obj(1u32, GuestAddress(micro::FILL_BASE + 8))?;
+        self.ram.view().write_obj(1u32, GuestAddress(micro::FILL_BASE + 8))?;
         Ok(())
     }
 }

@@ -134,22 +134,15 @@ impl Rounds {
         };
         let fan_out = |system, samples: Samples| {
             let failures = samples.failures;
-            Record {
-                failures,
-                ..record("fan_out", system, arguments.clones)
-            }
-            .with_samples(samples.ms)
+            Record { failures, ..record("fan_out", system, arguments.clones) }.with_samples(samples.ms)
         };
         let idle_count = idle.len() as u32;
         vec![
             fan_out("offshoot", self.offshoot).with_memory(&self.memory),
             fan_out("kvm_floor", self.kvm),
             fan_out("process_fork", self.process),
-            Record {
-                stop_line: "answered_and_idle".into(),
-                ..record("idle_clone", "offshoot", idle_count)
-            }
-            .with_memory(&idle),
+            Record { stop_line: "answered_and_idle".into(), ..record("idle_clone", "offshoot", idle_count) }
+                .with_memory(&idle),
         ]
     }
 }

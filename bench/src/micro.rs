@@ -35,12 +35,8 @@ const AREA_STRIDE: i32 = 16 << 20;
 /// The assembler's, if the code is wrong.
 pub fn answering(fill_bytes: u64) -> Result<Vec<u8>, IcedError> {
     let mut a = CodeAssembler::new(64)?;
-    let (mut idle, mut wait, mut fill, mut torn) = (
-        a.create_label(),
-        a.create_label(),
-        a.create_label(),
-        a.create_label(),
-    );
+    let (mut idle, mut wait, mut fill, mut torn) =
+        (a.create_label(), a.create_label(), a.create_label(), a.create_label());
     a.mov(edx, u32::from(DOORBELL))?;
     a.in_(eax, dx)?;
     a.mov(ebx, eax)?;

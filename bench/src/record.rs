@@ -77,11 +77,7 @@ mod tests {
     fn percentiles_are_of_the_samples() {
         let samples: Vec<f64> = (1..=10).rev().map(f64::from).collect();
         assert_eq!(
-            (
-                percentile(&samples, 50),
-                percentile(&samples, 99),
-                percentile(&[], 50)
-            ),
+            (percentile(&samples, 50), percentile(&samples, 99), percentile(&[], 50)),
             (5.0, 10.0, 0.0)
         );
     }

@@ -19,15 +19,8 @@ pub fn of(pid: u32) -> std::io::Result<Vec<Descriptor>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))? {
         let entry = entry?;
-        let number = entry
-            .file_name()
-            .to_string_lossy()
-            .parse()
-            .map_err(std::io::Error::other)?;
-        found.push(Descriptor {
-            number,
-            names: std::fs::read_link(entry.path())?,
-        });
+        let number = entry.file_name().to_string_lossy().parse().map_err(std::io::Error::other)?;
+        found.push(Descriptor { number, names: std::fs::read_link(entry.path())? });
     }
     Ok(found)
 }

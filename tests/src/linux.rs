@@ -23,6 +23,7 @@ def count(path):
     while True:
         ram += 1
         os.pwrite(fd, b'%012d' % ram, 0)
+        time.sleep(0.05)
 "#;
 
 /// A daemon with the image registered as `debian` and the template `warm`.
@@ -84,13 +85,7 @@ impl Linux {
     /// # Panics
     /// One of them failed.
     pub fn forks(&self, sandbox: &str, count: usize) -> Vec<String> {
-        self.stack
-            .fork(sandbox, count)
-            .expect("forks")
-            .0
-            .iter()
-            .map(id)
-            .collect()
+        self.stack.fork(sandbox, count).expect("forks").0.iter().map(id).collect()
     }
 
     /// Runs a shell command as root in a sandbox.
@@ -98,9 +93,7 @@ impl Linux {
     /// # Panics
     /// The command cannot be started.
     pub fn sh(&self, sandbox: &str, script: &str) -> crate::stack::Outcome {
-        let arguments = [
-            "--quiet", "exec", sandbox, "--user", "root", "--", "sh", "-c", script,
-        ];
+        let arguments = ["--quiet", "exec", sandbox, "--user", "root", "--", "sh", "-c", script];
         self.stack.cli(&arguments).expect("offshoot runs")
     }
 
@@ -120,10 +113,7 @@ impl Linux {
     /// One cannot be ended.
     pub fn remove(&self, sandboxes: &[String]) {
         for sandbox in sandboxes {
-            let outcome = self
-                .stack
-                .cli(&["--quiet", "rm", sandbox])
-                .expect("offshoot runs");
+            let outcome = self.stack.cli(&["--quiet", "rm", sandbox]).expect("offshoot runs");
             assert_eq!(outcome.code, Some(0), "rm {sandbox}: {outcome:?}");
         }
     }
@@ -136,10 +126,7 @@ impl Linux {
         let outcome = self.stack.cli(arguments).expect("offshoot runs");
         assert_eq!(outcome.code, Some(code), "{arguments:?}: {outcome:?}");
         for word in words {
-            assert!(
-                outcome.stderr.contains(word),
-                "{arguments:?} does not say {word:?}: {outcome:?}"
-            );
+            assert!(outcome.stderr.contains(word), "{arguments:?} does not say {word:?}: {outcome:?}");
         }
     }
 }

@@ -43,15 +43,7 @@ impl Rig {
         prepare_run_dir(folder.path())?;
         let (sink, events) = event_queue();
         let supervisor = Supervisor::start()?;
-        Ok(Self {
-            supervisor,
-            sink,
-            events,
-            folder,
-            dirs: Vec::new(),
-            rung: HashMap::new(),
-            born: 0x100,
-        })
+        Ok(Self { supervisor, sink, events, folder, dirs: Vec::new(), rung: HashMap::new(), born: 0x100 })
     }
 
     /// The scratch folder.
@@ -63,12 +55,8 @@ impl Rig {
     pub fn spawn(&mut self, id: &str) -> anyhow::Result<(Vmm, offshoot_host::vmm::ChildResources)> {
         let (dir, resources) = SandboxDir::create(self.folder.path(), id)?;
         let program = crate::need::program("offshoot-vmm");
-        let options = SpawnOptions {
-            program: &program,
-            id,
-            stderr: dir.stderr()?,
-            sink: Arc::clone(&self.sink),
-        };
+        let options =
+            SpawnOptions { program: &program, id, stderr: dir.stderr()?, sink: Arc::clone(&self.sink) };
         let vmm = Vmm::spawn(&self.supervisor, options)?;
         self.dirs.push(dir);
         Ok((vmm, resources))
@@ -107,27 +95,13 @@ impl Rig {
             let id = format!("child-{number:x}");
             let (dir, resources) = SandboxDir::create(self.folder.path(), &id)?;
             self.dirs.push(dir);
-            children.push((
-                ChildSpec {
-                    id,
-                    vm_generation: generation(number),
-                },
-                resources,
-            ));
+            children.push((ChildSpec { id, vm_generation: generation(number) }, resources));
             numbers.push(number);
         }
-        let options = ForkOptions {
-            deadline: self.deadline(),
-            sink: Arc::clone(&self.sink),
-        };
+        let options = ForkOptions { deadline: self.deadline(), sink: Arc::clone(&self.sink) };
         let outcome = parent.fork(children, &options)?;
         let guests = outcome.children.into_iter().zip(numbers);
-        Ok((
-            guests
-                .map(|(vmm, number)| Ok(Guest { vmm: vmm?, number }))
-                .collect(),
-            outcome.times,
-        ))
+        Ok((guests.map(|(vmm, number)| Ok(Guest { vmm: vmm?, number })).collect(), outcome.times))
     }
 
     /// Forks `count` children of `parent`, all of which must start.
@@ -155,11 +129,9 @@ impl Rig {
             }
             match self.events.next(deadline) {
                 Some(notice) => self.note(notice)?,
-                None => anyhow::bail!(
-                    "guest {} rang {:x?}, not {value:x} from {vcpus} vcpus",
-                    guest.id(),
-                    rung
-                ),
+                None => {
+                    anyhow::bail!("guest {} rang {:x?}, not {value:x} from {vcpus} vcpus", guest.id(), rung)
+                }
             }
         }
     }
@@ -176,11 +148,7 @@ impl Rig {
     }
 
     fn note(&mut self, notice: Notice) -> anyhow::Result<()> {
-        if let Notice::Event {
-            key,
-            event: Event::Doorbell { vcpu, value, .. },
-        } = notice
-        {
+        if let Notice::Event { key, event: Event::Doorbell { vcpu, value, .. } } = notice {
             anyhow::ensure!(
                 value != TORN,
                 "vcpu {vcpu} of guest {key} found a page that it had not written so"

@@ -17,11 +17,7 @@ pub fn in_lab() -> bool {
 /// # Panics
 /// In the lab, where it must open.
 pub fn kvm(test: &str) -> bool {
-    match std::fs::OpenOptions::new()
-        .read(true)
-        .write(true)
-        .open("/dev/kvm")
-    {
+    match std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
         Ok(_) => true,
         Err(error) => {
             assert!(!in_lab(), "/dev/kvm does not open in the lab: {error}");
@@ -39,16 +35,9 @@ pub fn program(name: &str) -> PathBuf {
     let folder = std::env::var_os(BIN_DIR).map(PathBuf::from).unwrap_or_else(|| {
         let test = std::env::current_exe().expect("a running test has a program");
         // target/PROFILE/deps/TEST
-        test.ancestors()
-            .nth(2)
-            .expect("tests are built two folders down")
-            .to_owned()
+        test.ancestors().nth(2).expect("tests are built two folders down").to_owned()
     });
     let program = folder.join(name);
-    assert!(
-        program.exists(),
-        "{} does not exist: build it first (cargo xtask build)",
-        program.display()
-    );
+    assert!(program.exists(), "{} does not exist: build it first (cargo xtask build)", program.display());
     program
 }

@@ -73,11 +73,7 @@ impl Stack {
             .stderr(log)
             .spawn()
             .with_context(|| format!("start {}", bin_dir.join("offshootd").display()))?;
-        let mut stack = Self {
-            daemon,
-            bin_dir: bin_dir.to_owned(),
-            state: state.to_owned(),
-        };
+        let mut stack = Self { daemon, bin_dir: bin_dir.to_owned(), state: state.to_owned() };
         stack.wait_until_up()?;
         Ok(stack)
     }
@@ -122,12 +118,8 @@ impl Stack {
     /// # Errors
     /// It cannot be started.
     pub fn cli(&self, arguments: &[&str]) -> anyhow::Result<Outcome> {
-        let output = self
-            .command()
-            .args(arguments)
-            .stdin(Stdio::null())
-            .output()
-            .context("start offshoot")?;
+        let output =
+            self.command().args(arguments).stdin(Stdio::null()).output().context("start offshoot")?;
         Ok(Outcome::from(output))
     }
 
@@ -138,12 +130,7 @@ impl Stack {
     pub fn json(&self, arguments: &[&str]) -> anyhow::Result<Value> {
         let outcome = self.cli(&[&["--json", "--quiet"], arguments].concat())?;
         if outcome.code != Some(0) {
-            bail!(
-                "offshoot {} ended with {:?}: {}",
-                arguments.join(" "),
-                outcome.code,
-                outcome.stderr
-            );
+            bail!("offshoot {} ended with {:?}: {}", arguments.join(" "), outcome.code, outcome.stderr);
         }
         let line = outcome.stdout.lines().last().unwrap_or_default();
         serde_json::from_str(line)
@@ -157,11 +144,7 @@ impl Stack {
     pub fn evaluate(&self, sandbox: &str, code: &str) -> anyhow::Result<Evaluated> {
         let outcome = self.cli(&["--json", "--quiet", "run", sandbox, "-c", code])?;
         if !matches!(outcome.code, Some(0 | 1)) {
-            bail!(
-                "run in {sandbox} ended with {:?}: {}",
-                outcome.code,
-                outcome.stderr
-            );
+            bail!("run in {sandbox} ended with {:?}: {}", outcome.code, outcome.stderr);
         }
         let mut evaluated = Evaluated::default();
         for line in outcome.stdout.lines() {
@@ -184,9 +167,7 @@ impl Stack {
     /// The code raises, or its value is not JSON.
     pub fn value(&self, sandbox: &str, code: &str) -> anyhow::Result<Value> {
         let evaluated = self.evaluate(sandbox, code)?;
-        let Some(text) = &evaluated.value else {
-            bail!("{code:?} in {sandbox} gave {evaluated:?}")
-        };
+        let Some(text) = &evaluated.value else { bail!("{code:?} in {sandbox} gave {evaluated:?}") };
         serde_json::from_str(text).with_context(|| format!("{code:?} in {sandbox} gave {text:?}"))
     }
 
@@ -204,11 +185,7 @@ impl Stack {
         let file = self.state.join(format!("{name}.py"));
         std::fs::write(&file, warm).context("write the warm-up")?;
         let file = file.display().to_string();
-        let arguments = [
-            &["template", "build", name, "--image", image, "--warm", &file],
-            flags,
-        ]
-        .concat();
+        let arguments = [&["template", "build", name, "--image", image, "--warm", &file], flags].concat();
         self.json(&arguments)
     }
 
@@ -271,19 +248,13 @@ impl Drop for Stack {
 impl From<Output> for Outcome {
     fn from(output: Output) -> Self {
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
-        Self {
-            code: output.status.code(),
-            stdout: text(output.stdout),
-            stderr: text(output.stderr),
-        }
+        Self { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
     }
 }
 
 /// The sandboxes of a create or fork, all of which must have succeeded.
 fn outcomes(answer: &Value) -> anyhow::Result<Vec<Value>> {
-    let results = answer["results"]
-        .as_array()
-        .with_context(|| format!("no results in {answer}"))?;
+    let results = answer["results"].as_array().with_context(|| format!("no results in {answer}"))?;
     results
         .iter()
         .map(|result| match &result["ok"] {

@@ -13,10 +13,7 @@ const TICKS: &str = "/home/user/ticks";
 fn start_counting(linux: &Linux, sandbox: &str) {
     let start = format!("threading.Thread(target=count, args=({TICKS:?},), daemon=True).start()\n1");
     linux.stack.value(sandbox, &start).unwrap();
-    wait_until(
-        || linux.stack.value(sandbox, "ram").unwrap().as_u64() > Some(5),
-        "the guest counts",
-    );
+    wait_until(|| linux.stack.value(sandbox, "ram").unwrap().as_u64() > Some(5), "the guest counts");
 }
 
 fn wait_until(mut condition: impl FnMut() -> bool, what: &str) {
@@ -33,11 +30,7 @@ fn counters_agree(linux: &Linux, sandbox: &str) -> (u64, u64) {
     let script = format!(
         "pkill -STOP python3; sync; echo 3 > /proc/sys/vm/drop_caches; cat {TICKS}; pkill -CONT python3"
     );
-    let disk: u64 = linux
-        .sh_ok(sandbox, &script)
-        .trim_start_matches('0')
-        .parse()
-        .unwrap();
+    let disk: u64 = linux.sh_ok(sandbox, &script).trim_start_matches('0').parse().unwrap();
     let ram = linux.stack.value(sandbox, "ram").unwrap().as_u64().unwrap();
     (disk, ram)
 }
@@ -49,7 +42,6 @@ fn ram_and_disk_of_a_fork_are_of_one_instant() {
     };
     let parent = linux.clone_one();
     start_counting(&linux, &parent);
-    let mut all = vec![parent.clone()];
     for _ in 0..2 {
         let before = linux.stack.value(&parent, "ram").unwrap().as_u64().unwrap();
         let forks = linux.forks(&parent, 2);
@@ -64,16 +56,13 @@ fn ram_and_disk_of_a_fork_are_of_one_instant() {
                 "the fork goes on counting",
             );
             // What its file system holds is whole: the kernel finds no error on its own disk.
-            assert_eq!(
-                linux.sh_ok(fork, "dmesg | grep -ci 'ext4-fs error\\|i/o error' || true"),
-                "0"
-            );
+            assert_eq!(linux.sh_ok(fork, "dmesg | grep -ci 'ext4-fs error\\|i/o error' || true"), "0");
         }
         let (disk, ram) = counters_agree(&linux, &parent);
         assert!(disk > before && ram >= disk, "parent: disk {disk}, ram {ram}");
-        all.extend(forks);
+        linux.remove(&forks);
     }
-    linux.remove(&all);
+    linux.remove(&[parent]);
 }
 
 /// A page that is dirty in the guest's page cache and not yet on its disk is in both after a fork.
@@ -92,20 +81,14 @@ fn unsynced_writes_are_in_parent_and_child_and_apart_afterwards() {
     linux.sh_ok(&parent, "echo parent > /root/note");
     for fork in &forks {
         assert_eq!(linux.sh_ok(fork, "cat /root/note"), "before");
-        linux.sh_ok(
-            fork,
-            &format!("echo {fork} > /root/note; sync; echo 3 > /proc/sys/vm/drop_caches"),
-        );
+        linux.sh_ok(fork, &format!("echo {fork} > /root/note; sync; echo 3 > /proc/sys/vm/drop_caches"));
     }
     for fork in &forks {
         assert_eq!(linux.sh_ok(fork, "cat /root/note"), *fork);
         assert_eq!(linux.sh_ok(fork, "sha256sum < /root/data"), sum);
     }
     linux.sh_ok(&parent, "sync; echo 3 > /proc/sys/vm/drop_caches");
-    assert_eq!(
-        linux.sh_ok(&parent, "cat /root/note; sha256sum < /root/data"),
-        format!("parent\n{sum}")
-    );
+    assert_eq!(linux.sh_ok(&parent, "cat /root/note; sha256sum < /root/data"), format!("parent\n{sum}"));
     linux.remove(&[forks, vec![parent]].concat());
 }
 
@@ -117,26 +100,16 @@ fn forks_of_forks_keep_their_own_memory() {
     let mut line = vec![linux.clone_one()];
     for depth in 0..4 {
         let parent = line.last().unwrap().clone();
-        linux
-            .stack
-            .value(&parent, &format!("seen.append({depth})\nlen(seen)"))
-            .unwrap();
+        linux.stack.value(&parent, &format!("seen.append({depth})\nlen(seen)")).unwrap();
         line.push(linux.forks(&parent, 1).remove(0));
     }
     for (depth, sandbox) in line.iter().enumerate() {
         let seen = linux.stack.value(sandbox, "json.dumps(seen)").unwrap();
         let length = (depth + 1).min(4);
-        assert_eq!(
-            seen,
-            Value::from((0..length).collect::<Vec<_>>()),
-            "at depth {depth}"
-        );
+        assert_eq!(seen, Value::from((0..length).collect::<Vec<_>>()), "at depth {depth}");
     }
     let tree = linux.stack.json(&["tree"]).unwrap().to_string();
-    assert!(
-        line.iter().all(|sandbox| tree.contains(sandbox.as_str())),
-        "{tree}"
-    );
+    assert!(line.iter().all(|sandbox| tree.contains(sandbox.as_str())), "{tree}");
     linux.remove(&line);
 }
 
@@ -145,13 +118,8 @@ fn every_clone_and_fork_is_its_own_machine() {
     let Some(linux) = shared("every_clone_and_fork_is_its_own_machine") else {
         return;
     };
-    let clones: Vec<String> = linux
-        .stack
-        .create("warm", 3)
-        .unwrap()
-        .iter()
-        .map(offshoot_tests::stack::id)
-        .collect();
+    let clones: Vec<String> =
+        linux.stack.create("warm", 3).unwrap().iter().map(offshoot_tests::stack::id).collect();
     let forks = linux.forks(&clones[0], 2);
     let all = [clones, forks].concat();
     let mut seen: HashSet<String> = HashSet::new();
@@ -167,17 +135,10 @@ fn every_clone_and_fork_is_its_own_machine() {
         for fact in facts.as_array().unwrap().iter().take(5) {
             assert!(seen.insert(fact.to_string()), "{sandbox}: {fact} was seen before");
         }
-        assert_eq!(
-            facts[3].as_str(),
-            Some(sandbox.as_str()),
-            "the hostname is the id"
-        );
+        assert_eq!(facts[3].as_str(), Some(sandbox.as_str()), "the hostname is the id");
         let clock = facts[5].as_f64().unwrap();
         let (low, high) = (asked.as_secs_f64() - 1.0, answered.as_secs_f64() + 1.0);
-        assert!(
-            (low..high).contains(&clock),
-            "{sandbox}: clock {clock}, host {low} to {high}"
-        );
+        assert!((low..high).contains(&clock), "{sandbox}: clock {clock}, host {low} to {high}");
         assert_ne!(linux.sh_ok(sandbox, "cat /run/offshoot/generation"), "0");
     }
     linux.remove(&all);
@@ -190,41 +151,17 @@ fn guest_time_goes_on_from_the_fork() {
         return;
     };
     let parent = linux.clone_one();
-    let before = linux
-        .stack
-        .value(&parent, "time.monotonic()")
-        .unwrap()
-        .as_f64()
-        .unwrap();
+    let before = linux.stack.value(&parent, "time.monotonic()").unwrap().as_f64().unwrap();
     std::thread::sleep(Duration::from_secs(1));
     let fork = linux.forks(&parent, 1).remove(0);
-    let after = linux
-        .stack
-        .value(&fork, "time.monotonic()")
-        .unwrap()
-        .as_f64()
-        .unwrap();
-    assert!(
-        after > before && after < before + 60.0,
-        "monotonic {before} before, {after} after"
-    );
-    let slept = linux
-        .stack
-        .value(
-            &fork,
-            "t = time.monotonic(); time.sleep(0.5); time.monotonic() - t",
-        )
-        .unwrap();
+    let after = linux.stack.value(&fork, "time.monotonic()").unwrap().as_f64().unwrap();
+    assert!(after > before && after < before + 60.0, "monotonic {before} before, {after} after");
+    let slept =
+        linux.stack.value(&fork, "t = time.monotonic(); time.sleep(0.5); time.monotonic() - t").unwrap();
     let slept = slept.as_f64().unwrap();
-    assert!(
-        (0.5..20.0).contains(&slept),
-        "a sleep of half a second took {slept}"
-    );
+    assert!((0.5..20.0).contains(&slept), "a sleep of half a second took {slept}");
     assert_eq!(
-        linux.sh_ok(
-            &fork,
-            "dmesg | grep -ci 'soft lockup\\|rcu.*stall\\|clocksource.*unstable' || true"
-        ),
+        linux.sh_ok(&fork, "dmesg | grep -ci 'soft lockup\\|rcu.*stall\\|clocksource.*unstable' || true"),
         "0"
     );
     linux.remove(&[fork, parent]);
@@ -239,9 +176,7 @@ fn the_parents_connections_survive_a_fork() {
     let parent = linux.clone_one();
     let script = "for i in 1 2 3 4 5 6 7 8 9 10; do echo $i; sleep 0.3; done";
     let mut command = linux.stack.command();
-    command
-        .args(["--quiet", "exec", &parent, "--", "sh", "-c", script])
-        .stdin(std::process::Stdio::null());
+    command.args(["--quiet", "exec", &parent, "--", "sh", "-c", script]).stdin(std::process::Stdio::null());
     let stream = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
     std::thread::sleep(Duration::from_millis(700));
     let forks = linux.forks(&parent, 2);
@@ -249,10 +184,7 @@ fn the_parents_connections_survive_a_fork() {
         assert_eq!(linux.sh_ok(fork, "echo alive"), "alive");
     }
     let output = stream.wait_with_output().unwrap();
-    assert_eq!(
-        String::from_utf8_lossy(&output.stdout),
-        "1\n2\n3\n4\n5\n6\n7\n8\n9\n10\n"
-    );
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "1\n2\n3\n4\n5\n6\n7\n8\n9\n10\n");
     assert!(output.status.success());
     linux.remove(&[forks, vec![parent]].concat());
 }
@@ -268,10 +200,7 @@ fn the_console_of_a_fork_works() {
     linux.sh_ok(&parent, "echo said-by-the-parent > /dev/console");
     let logs = |sandbox: &str| linux.stack.cli(&["logs", sandbox]).unwrap().stdout;
     wait_until(|| logs(&fork).contains("said-by-the-fork"), "the fork's console");
-    wait_until(
-        || logs(&parent).contains("said-by-the-parent"),
-        "the parent's console",
-    );
+    wait_until(|| logs(&parent).contains("said-by-the-parent"), "the parent's console");
     assert!(!logs(&fork).contains("said-by-the-parent") && !logs(&parent).contains("said-by-the-fork"));
     linux.remove(&[fork, parent]);
 }

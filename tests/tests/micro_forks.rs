@@ -148,16 +148,10 @@ fn a_child_shares_only_the_listed_descriptors() {
         for descriptor in descriptors::shared(parent, child).unwrap() {
             let name = descriptor.names.to_string_lossy().into_owned();
             let listed = name == "/dev/kvm" || name == "/dev/null" || name.starts_with("/memfd:offshoot-");
-            assert!(
-                listed,
-                "process {child} shares descriptor {descriptor:?} with {parent}"
-            );
+            assert!(listed, "process {child} shares descriptor {descriptor:?} with {parent}");
         }
         let open = descriptors::of(child).unwrap();
-        let vms = open
-            .iter()
-            .filter(|descriptor| descriptor.names.ends_with("anon_inode:kvm-vm"))
-            .count();
+        let vms = open.iter().filter(|descriptor| descriptor.names.ends_with("anon_inode:kvm-vm")).count();
         assert_eq!(vms, 1, "process {child} has {open:?}");
     }
 }
@@ -266,12 +260,9 @@ fn bad_settings_are_refused_by_name() {
     }
     let mut rig = Rig::new().unwrap();
     let code = micro::answering(1 << 20).unwrap();
-    for (memory_mib, vcpus, named) in [
-        (8, 1, "memory_mib is 8"),
-        (99999, 1, "memory_mib"),
-        (64, 0, "vcpus is 0"),
-        (64, 9, "vcpus"),
-    ] {
+    for (memory_mib, vcpus, named) in
+        [(8, 1, "memory_mib is 8"), (99999, 1, "memory_mib"), (64, 0, "vcpus is 0"), (64, 9, "vcpus")]
+    {
         let error = rig.boot(&code, memory_mib, vcpus).map(|_| ()).unwrap_err();
         let text = format!("{error:#}");
         assert!(text.contains(named), "{text}");

@@ -35,18 +35,8 @@ pub fn agent(workspace: &Workspace) -> Result<PathBuf> {
 pub fn static_binary(workspace: &Workspace, package: &str, binary: &str) -> Result<PathBuf> {
     let directory = workspace.target.join("agent");
     let mut command = cargo(workspace);
-    command.args([
-        "build",
-        "--release",
-        "--quiet",
-        "--package",
-        package,
-        "--bin",
-        binary,
-    ]);
-    command
-        .args(["--target", STATIC_TARGET, "--target-dir"])
-        .arg(&directory);
+    command.args(["build", "--release", "--quiet", "--package", package, "--bin", binary]);
+    command.args(["--target", STATIC_TARGET, "--target-dir"]).arg(&directory);
     let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
     // What is in an initramfs is unpacked into guest memory, debug information too.
     let flags = format!("{flags} -C target-feature=+crt-static -C debuginfo=0 -C strip=symbols");
@@ -55,10 +45,7 @@ pub fn static_binary(workspace: &Workspace, package: &str, binary: &str) -> Resu
     run_command(&mut command)?;
     let built = directory.join(STATIC_TARGET).join("release").join(binary);
     if !built.exists() {
-        bail!(
-            "cargo built {package} without complaint, but {} is not there",
-            built.display()
-        );
+        bail!("cargo built {package} without complaint, but {} is not there", built.display());
     }
     Ok(built)
 }
@@ -66,16 +53,9 @@ pub fn static_binary(workspace: &Workspace, package: &str, binary: &str) -> Resu
 /// Cargo, in the checkout.
 pub fn cargo(workspace: &Workspace) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command
-        .current_dir(&workspace.root)
-        .env("CARGO_TARGET_DIR", &workspace.target);
+    command.current_dir(&workspace.root).env("CARGO_TARGET_DIR", &workspace.target);
     // Cargo gave these to this program about its own package; they are not for what it builds.
-    for name in [
-        "CARGO_MANIFEST_DIR",
-        "CARGO_MANIFEST_PATH",
-        "CARGO_PKG_NAME",
-        "CARGO_PKG_VERSION",
-    ] {
+    for name in ["CARGO_MANIFEST_DIR", "CARGO_MANIFEST_PATH", "CARGO_PKG_NAME", "CARGO_PKG_VERSION"] {
         command.env_remove(name);
     }
     command

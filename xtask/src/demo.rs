@@ -29,14 +29,9 @@ pub fn run(workspace: &Workspace) -> Result<u8> {
         argv.extend(["--state".to_owned(), path(state.path())]);
         step("demo", || {
             let (program, arguments) = argv.split_first().context("the demo has a program")?;
-            let status = Command::new(program)
-                .args(arguments)
-                .status()
-                .context("could not start the demo")?;
-            Ok(status
-                .code()
-                .and_then(|code| u8::try_from(code).ok())
-                .unwrap_or(u8::MAX))
+            let status =
+                Command::new(program).args(arguments).status().context("could not start the demo")?;
+            Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX))
         })?
     } else {
         eprintln!(
@@ -44,13 +39,8 @@ pub fn run(workspace: &Workspace) -> Result<u8> {
         );
         step("lab", || lab::prepare(workspace))?;
         argv.extend(["--state".to_owned(), "/tmp/offshoot-demo".to_owned()]);
-        let options = LabOptions {
-            timeout: LIMIT_S,
-            ..LabOptions::default()
-        };
-        step("demo in the lab", || {
-            lab::run(workspace, &options, Work::Command(argv))
-        })?
+        let options = LabOptions { timeout: LIMIT_S, ..LabOptions::default() };
+        step("demo in the lab", || lab::run(workspace, &options, Work::Command(argv)))?
     };
     if code == 0 {
         eprintln!("demo: figures in {}", output.display());

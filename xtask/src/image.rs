@@ -17,12 +17,7 @@ pub fn run(workspace: &Workspace) -> Result<PathBuf> {
         setup::ensure(&setup::IMAGE_PACKAGES)?;
         let agent = build::agent(workspace)?;
         let mut show = progress::shower();
-        let built = Image::build_debian(
-            &DebianSpec::default(),
-            &agent,
-            &workspace.image_cache(),
-            &mut show,
-        );
+        let built = Image::build_debian(&DebianSpec::default(), &agent, &workspace.image_cache(), &mut show);
         progress::end();
         let image = built.context("could not build the default image")?;
         link(workspace, &image)?;

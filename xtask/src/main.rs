@@ -36,10 +36,8 @@ enum Chore {
     /// Build the default guest image into the cache.
     Image,
     /// Run a command (or `shell`) in the lab: a Debian machine whose /dev/kvm is complete.
-    #[command(
-        after_help = "Exit status: the command's; 124 out of time; 125 the lab failed.\n\
-        Examples:\n  cargo xtask lab -- target/release/offshoot doctor\n  cargo xtask lab shell"
-    )]
+    #[command(after_help = "Exit status: the command's; 124 out of time; 125 the lab failed.\n\
+        Examples:\n  cargo xtask lab -- target/release/offshoot doctor\n  cargo xtask lab shell")]
     Lab {
         #[command(flatten)]
         options: LabOptions,
@@ -74,11 +72,7 @@ fn run(chore: Chore) -> Result<u8> {
         Chore::Build => build::run(&workspace).map(|()| 0),
         Chore::Image => image::run(&workspace).map(|_| 0),
         Chore::Lab { options, command } => {
-            let work = if command == ["shell"] {
-                Work::Shell
-            } else {
-                Work::Command(command)
-            };
+            let work = if command == ["shell"] { Work::Shell } else { Work::Command(command) };
             lab::run(&workspace, &options, work)
         }
         Chore::Demo => demo::run(&workspace),

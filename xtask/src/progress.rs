@@ -14,28 +14,15 @@ pub fn shower() -> impl FnMut(Progress<'_>) {
     let mut last_step = "";
     let mut last_shown: Option<Instant> = None;
     move |progress| {
-        let line = format!(
-            "[{}/{}] {}: {}",
-            progress.done + 1,
-            progress.total,
-            progress.step,
-            progress.message
-        );
+        let line =
+            format!("[{}/{}] {}: {}", progress.done + 1, progress.total, progress.step, progress.message);
         let mut stderr = std::io::stderr().lock();
         // A progress line that cannot be shown is no reason to stop the work.
         let _ = if terminal {
             let width = rustix::termios::tcgetwinsize(&stderr).map_or(80, |size| usize::from(size.ws_col));
-            let end = if progress.step == last_step {
-                "\r\x1b[K"
-            } else {
-                "\n"
-            };
+            let end = if progress.step == last_step { "\r\x1b[K" } else { "\n" };
             let begin = if last_step.is_empty() { "" } else { end };
-            write!(
-                stderr,
-                "{begin}{}",
-                line.chars().take(width.saturating_sub(1)).collect::<String>()
-            )
+            write!(stderr, "{begin}{}", line.chars().take(width.saturating_sub(1)).collect::<String>())
         } else if progress.step != last_step || last_shown.is_none_or(|at| at.elapsed() >= QUIET) {
             last_shown = Some(Instant::now());
             writeln!(stderr, "    {line}")

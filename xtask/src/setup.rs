@@ -18,13 +18,7 @@ pub const LAB_PACKAGES: [&str; 7] = [
     "ca-certificates",
 ];
 /// What guest images need.
-pub const IMAGE_PACKAGES: [&str; 5] = [
-    "debootstrap",
-    "e2fsprogs",
-    "kmod",
-    "util-linux",
-    "ca-certificates",
-];
+pub const IMAGE_PACKAGES: [&str; 5] = ["debootstrap", "e2fsprogs", "kmod", "util-linux", "ca-certificates"];
 /// What compiling needs beside the Rust toolchain.
 pub const BUILD_PACKAGES: [&str; 3] = ["gcc", "git", "libc6-dev"];
 
@@ -64,18 +58,13 @@ fn require_debian() -> Result<()> {
         bail!("this needs Debian (12 or newer) and its apt-get; /etc/os-release names another system");
     }
     if std::env::consts::ARCH != "x86_64" {
-        bail!(
-            "this needs an x86-64 machine, this one is {}",
-            std::env::consts::ARCH
-        );
+        bail!("this needs an x86-64 machine, this one is {}", std::env::consts::ARCH);
     }
     Ok(())
 }
 
 fn is_debian(os_release: &str) -> bool {
-    os_release
-        .lines()
-        .any(|line| matches!(line.trim(), "ID=debian" | "ID=\"debian\""))
+    os_release.lines().any(|line| matches!(line.trim(), "ID=debian" | "ID=\"debian\""))
 }
 
 /// Those of `packages` that are not installed.
@@ -95,9 +84,7 @@ fn missing<'a>(packages: &[&'a str]) -> Result<Vec<&'a str>> {
 fn apt(arguments: &[&str]) -> Result<()> {
     let mut command = Command::new("apt-get");
     command.args(["-o", "DPkg::Lock::Timeout=300"]).args(arguments);
-    command
-        .env("DEBIAN_FRONTEND", "noninteractive")
-        .stdin(Stdio::null());
+    command.env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());
     // What apt says is no result of a chore.
     command.stdout(std::io::stderr());
     steps::run(&mut command)

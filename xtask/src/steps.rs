@@ -11,18 +11,13 @@ pub fn step<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let started = Instant::now();
     let result = work();
     let verdict = if result.is_ok() { "done" } else { "FAILED" };
-    eprintln!(
-        "<== {name}: {verdict} in {:.1} s",
-        started.elapsed().as_secs_f64()
-    );
+    eprintln!("<== {name}: {verdict} in {:.1} s", started.elapsed().as_secs_f64());
     result.with_context(|| name.to_owned())
 }
 
 /// Runs `command` with this process's streams; fails unless it succeeds.
 pub fn run(command: &mut Command) -> Result<()> {
-    let status = command
-        .status()
-        .with_context(|| format!("could not start {}", shown(command)))?;
+    let status = command.status().with_context(|| format!("could not start {}", shown(command)))?;
     if !status.success() {
         bail!("{} failed with {status}", shown(command));
     }
@@ -32,9 +27,7 @@ pub fn run(command: &mut Command) -> Result<()> {
 /// Runs `command` and returns its standard output; standard error goes to this process's.
 pub fn output(command: &mut Command) -> Result<String> {
     command.stderr(std::process::Stdio::inherit());
-    let output = command
-        .output()
-        .with_context(|| format!("could not start {}", shown(command)))?;
+    let output = command.output().with_context(|| format!("could not start {}", shown(command)))?;
     if !output.status.success() {
         bail!("{} failed with {}", shown(command), output.status);
     }

@@ -17,20 +17,10 @@ const LIMIT_S: u64 = 1500;
 /// Runs everything; stops at the first step that fails.
 pub fn run(workspace: &Workspace) -> Result<()> {
     setup::run()?;
-    step("formatting", || {
-        run_command(cargo(workspace).args(["fmt", "--all", "--check"]))
-    })?;
+    step("formatting", || run_command(cargo(workspace).args(["fmt", "--all", "--check"])))?;
     step("tidy", || tidy::run(workspace))?;
     step("clippy", || {
-        let arguments = [
-            "clippy",
-            "--quiet",
-            "--workspace",
-            "--all-targets",
-            "--",
-            "-D",
-            "warnings",
-        ];
+        let arguments = ["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"];
         run_command(cargo(workspace).args(arguments))
     })?;
     // KVM tests with micro-guests are among these; where /dev/kvm does not open they say so and pass.
@@ -42,15 +32,7 @@ pub fn run(workspace: &Workspace) -> Result<()> {
             "--exclude",
             "offshoot-tests",
         ]))?;
-        let rest = [
-            "test",
-            "--quiet",
-            "--release",
-            "--package",
-            "offshoot-tests",
-            "--lib",
-            "--bins",
-        ];
+        let rest = ["test", "--quiet", "--release", "--package", "offshoot-tests", "--lib", "--bins"];
         run_command(cargo(workspace).args(rest))
     })?;
     build::run(workspace)?;
@@ -58,26 +40,18 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     let programs = step("build end-to-end tests", || test_programs(workspace))?;
     let mut failed = Vec::new();
     let mut check = |title: &str, program: &Path, run: &dyn Fn(&Path) -> Result<()>| {
-        let name = program
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
+        let name = program.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if let Err(error) = step(&format!("{title} {name}"), || run(program)) {
             eprintln!("error: {error:#}");
             failed.push(name);
         }
     };
     for program in programs.iter().filter(|program| is_micro(program)) {
-        check("native tests with micro-guests", program, &|program| {
-            here(workspace, &image, program)
-        });
+        check("native tests with micro-guests", program, &|program| here(workspace, &image, program));
     }
     step("lab", || lab::prepare(workspace))?;
     for program in &programs {
-        check("end-to-end tests", program, &|program| {
-            end_to_end(workspace, &image, program)
-        });
+        check("end-to-end tests", program, &|program| end_to_end(workspace, &image, program));
     }
     if !failed.is_empty() {
         bail!("end-to-end tests failed: {}", failed.join(", "));
@@ -88,14 +62,7 @@ pub fn run(workspace: &Workspace) -> Result<()> {
 /// Builds the end-to-end tests on the host; returns their programs.
 fn test_programs(workspace: &Workspace) -> Result<Vec<PathBuf>> {
     let mut command = cargo(workspace);
-    command.args([
-        "test",
-        "--package",
-        "offshoot-tests",
-        "--no-run",
-        "--release",
-        "--message-format=json",
-    ]);
+    command.args(["test", "--package", "offshoot-tests", "--no-run", "--release", "--message-format=json"]);
     let programs = programs_in(&output(command.stdin(Stdio::null()))?)?;
     if programs.is_empty() {
         bail!("cargo named no test program of offshoot-tests");
@@ -120,18 +87,13 @@ fn programs_in(messages: &str) -> Result<Vec<PathBuf>> {
 
 /// Whether a test program needs `/dev/kvm` but no Linux guest, so that it runs on the host as well as in the lab.
 fn is_micro(program: &Path) -> bool {
-    program
-        .file_name()
-        .is_some_and(|name| name.to_string_lossy().starts_with("micro_"))
+    program.file_name().is_some_and(|name| name.to_string_lossy().starts_with("micro_"))
 }
 
 /// Runs one test program on the host.
 fn here(workspace: &Workspace, image: &Path, program: &Path) -> Result<()> {
     let mut command = Command::new(program);
-    command
-        .arg("--test-threads=1")
-        .env("OFFSHOOT_IMAGE", image)
-        .env("OFFSHOOT_BIN_DIR", workspace.bin_dir());
+    command.arg("--test-threads=1").env("OFFSHOOT_IMAGE", image).env("OFFSHOOT_BIN_DIR", workspace.bin_dir());
     run_command(command.stdin(Stdio::null()))
 }
 
@@ -144,11 +106,7 @@ fn end_to_end(workspace: &Workspace, image: &Path, program: &Path) -> Result<()>
         EnvPair::new("OFFSHOOT_IMAGE", image.display().to_string()),
         EnvPair::new("OFFSHOOT_BIN_DIR", workspace.bin_dir().display().to_string()),
     ];
-    let options = LabOptions {
-        timeout: LIMIT_S,
-        env,
-        ..LabOptions::default()
-    };
+    let options = LabOptions { timeout: LIMIT_S, env, ..LabOptions::default() };
     let argv = vec![program.display().to_string(), "--test-threads=1".to_owned()];
     let code = lab::run(workspace, &options, Work::Command(argv))?;
     if code != 0 {

@@ -50,8 +50,7 @@ impl Workspace {
 
     /// The statically linked agent.
     pub fn agent(&self) -> PathBuf {
-        self.target
-            .join("agent/x86_64-unknown-linux-gnu/release/offshoot-agent")
+        self.target.join("agent/x86_64-unknown-linux-gnu/release/offshoot-agent")
     }
 
     /// The default image, as a link into the cache.

@@ -33,11 +33,7 @@ impl Cgroups {
         if !directory.join("cgroup.kill").exists() {
             return None;
         }
-        Some(Arc::new(Self {
-            directory,
-            next: AtomicU64::new(1),
-            lingering: Mutex::default(),
-        }))
+        Some(Arc::new(Self { directory, next: AtomicU64::new(1), lingering: Mutex::default() }))
     }
 
     /// A new cgroup and its `cgroup.procs`, open for writing.
@@ -46,17 +42,10 @@ impl Cgroups {
     /// As `mkdir(2)` and `open(2)`.
     pub fn create(self: &Arc<Self>) -> io::Result<(Cgroup, OwnedFd)> {
         self.remove_lingering();
-        let path = self
-            .directory
-            .join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
+        let path = self.directory.join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
         fs::create_dir(&path)?;
-        let cgroup = Cgroup {
-            path,
-            owner: self.clone(),
-        };
-        let procs = fs::OpenOptions::new()
-            .write(true)
-            .open(cgroup.path.join("cgroup.procs"))?;
+        let cgroup = Cgroup { path, owner: self.clone() };
+        let procs = fs::OpenOptions::new().write(true).open(cgroup.path.join("cgroup.procs"))?;
         Ok((cgroup, procs.into()))
     }
 
@@ -80,11 +69,7 @@ impl Drop for Cgroup {
     fn drop(&mut self) {
         if fs::remove_dir(&self.path).is_err() {
             let path = std::mem::take(&mut self.path);
-            self.owner
-                .lingering
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push(path);
+            self.owner.lingering.lock().unwrap_or_else(PoisonError::into_inner).push(path);
         }
     }
 }

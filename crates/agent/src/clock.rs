@@ -8,10 +8,7 @@ pub fn rfc3339(time: SystemTime) -> String {
     let (days, second) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
     let (year, month, day) = civil_date(days);
     let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
-    format!(
-        "{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{:06}Z",
-        since.subsec_micros()
-    )
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{:06}Z", since.subsec_micros())
 }
 
 /// Year, month and day of a number of days since 1970-01-01, counted in 400-year cycles that begin on 1 March, so
@@ -25,11 +22,7 @@ fn civil_date(days: u64) -> (u64, u64, u64) {
     let day = day - (365 * year + year / 4 - year / 100);
     let shifted_month = (5 * day + 2) / 153;
     let day = day - (153 * shifted_month + 2) / 5 + 1;
-    let month = if shifted_month < 10 {
-        shifted_month + 3
-    } else {
-        shifted_month - 9
-    };
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
     (cycle * 400 + year + u64::from(month <= 2), month, day)
 }
 

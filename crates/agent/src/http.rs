@@ -32,9 +32,7 @@ const BUFFER_BYTES: usize = 64 * 1024;
 
 /// A body of known bytes.
 pub fn full(bytes: impl Into<Bytes>) -> Body {
-    Full::new(bytes.into())
-        .map_err(|never| match never {})
-        .boxed_unsync()
+    Full::new(bytes.into()).map_err(|never| match never {}).boxed_unsync()
 }
 
 /// No body.
@@ -59,18 +57,13 @@ pub fn json(status: StatusCode, value: &impl Serialize) -> Answer {
     let text = serde_json::to_vec(value).expect("answers have string keys and finite numbers");
     let mut answer = Response::new(full(text));
     *answer.status_mut() = status;
-    answer
-        .headers_mut()
-        .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     answer
 }
 
 /// An error as E2B's plain HTTP calls report it: `{"code":STATUS,"message":"..."}`.
 pub fn error(status: StatusCode, message: impl Into<String>) -> Answer {
-    json(
-        status,
-        &serde_json::json!({ "code": status.as_u16(), "message": message.into() }),
-    )
+    json(status, &serde_json::json!({ "code": status.as_u16(), "message": message.into() }))
 }
 
 /// Why a request's body was not taken.
@@ -120,11 +113,7 @@ where
 {
     let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
-        let permit = permits
-            .clone()
-            .acquire_owned()
-            .await
-            .expect("the semaphore is never closed");
+        let permit = permits.clone().acquire_owned().await.expect("the semaphore is never closed");
         let (stream, peer) = listener.accept().await;
         if peer == Peer::Other {
             continue;

@@ -76,11 +76,7 @@ fn kill_session(session: i32) -> bool {
     };
     let mut found = false;
     for entry in entries.flatten() {
-        let Some(pid) = entry
-            .file_name()
-            .to_str()
-            .and_then(|name| name.parse::<i32>().ok())
-        else {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else {
             continue;
         };
         let Ok(stat) = std::fs::read(entry.path().join("stat")) else {

@@ -73,16 +73,10 @@ impl Listener {
         loop {
             let accepted: io::Result<(Box<dyn Connection>, Peer)> = match self {
                 Self::Vsock(listener) => {
-                    poll_fn(|context| listener.poll_accept(context))
-                        .await
-                        .map(|(stream, address)| {
-                            let peer = if address.cid() == VMADDR_CID_HOST {
-                                Peer::Host
-                            } else {
-                                Peer::Other
-                            };
-                            (Box::new(stream) as Box<dyn Connection>, peer)
-                        })
+                    poll_fn(|context| listener.poll_accept(context)).await.map(|(stream, address)| {
+                        let peer = if address.cid() == VMADDR_CID_HOST { Peer::Host } else { Peer::Other };
+                        (Box::new(stream) as Box<dyn Connection>, peer)
+                    })
                 }
                 Self::Unix(listener) => listener
                     .accept()

@@ -72,22 +72,12 @@ fn give_up() {
 fn start() -> anyhow::Result<()> {
     let (place, machine, dirs) = match arguments()? {
         Some(directory) => {
-            let dirs = Dirs {
-                root: directory.join("root"),
-                run: directory.join("run"),
-            };
+            let dirs = Dirs { root: directory.join("root"), run: directory.join("run") };
             (Place::Unix(directory), Machine::Borrowed, dirs)
         }
         None => {
             init::bring_up().context("the guest could not be brought up")?;
-            (
-                Place::Vsock,
-                Machine::Own,
-                Dirs {
-                    root: "/".into(),
-                    run: "/run/offshoot".into(),
-                },
-            )
+            (Place::Vsock, Machine::Own, Dirs { root: "/".into(), run: "/run/offshoot".into() })
         }
     };
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -126,16 +116,10 @@ fn arguments() -> anyhow::Result<Option<PathBuf>> {
 
 async fn serve(place: Place, machine: Machine, dirs: Dirs) -> anyhow::Result<()> {
     let agent = build(machine, dirs)?;
-    let listen = |port: u32| {
-        place
-            .listen(port)
-            .with_context(|| format!("port {port} could not be listened on"))
-    };
-    let (envd, interpreter, host_only) = (
-        listen(ports::ENVD)?,
-        listen(ports::INTERPRETER)?,
-        listen(ports::HOST_ONLY)?,
-    );
+    let listen =
+        |port: u32| place.listen(port).with_context(|| format!("port {port} could not be listened on"));
+    let (envd, interpreter, host_only) =
+        (listen(ports::ENVD)?, listen(ports::INTERPRETER)?, listen(ports::HOST_ONLY)?);
     tokio::spawn(http::serve(envd, {
         let agent = agent.clone();
         move |request| envd::handle(agent.clone(), request)
@@ -170,10 +154,7 @@ fn build(machine: Machine, dirs: Dirs) -> anyhow::Result<Arc<Agent>> {
         }
     };
     interpreter::driver::install(&dirs.run).with_context(|| {
-        format!(
-            "the interpreter's driver could not be written to {}",
-            dirs.run.display()
-        )
+        format!("the interpreter's driver could not be written to {}", dirs.run.display())
     })?;
     let spawner = Arc::new(Spawner::new(reaper, cgroups));
     let accounts = Accounts::new();
@@ -181,12 +162,7 @@ fn build(machine: Machine, dirs: Dirs) -> anyhow::Result<Arc<Agent>> {
     Ok(Arc::new_cyclic(|myself| Agent {
         myself: myself.clone(),
         machine,
-        interpreter: Interpreter::new(
-            spawner.clone(),
-            accounts.clone(),
-            globals.clone(),
-            dirs.run.clone(),
-        ),
+        interpreter: Interpreter::new(spawner.clone(), accounts.clone(), globals.clone(), dirs.run.clone()),
         dirs,
         accounts,
         spawner,

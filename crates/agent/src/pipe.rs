@@ -41,9 +41,7 @@ impl AsyncPipe {
 
     /// Reads at most `max_bytes` of what is there now; `None` where there is nothing.
     pub fn read_now(&self, max_bytes: usize) -> Option<Bytes> {
-        read_available(self.fd(), max_bytes)
-            .ok()
-            .filter(|bytes| !bytes.is_empty())
+        read_available(self.fd(), max_bytes).ok().filter(|bytes| !bytes.is_empty())
     }
 
     /// Bytes that can be read now.

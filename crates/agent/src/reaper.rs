@@ -35,10 +35,7 @@ impl Exit {
             return Some(Self::Code(code));
         }
         let number = status.terminating_signal()?;
-        Some(Self::Signal {
-            number,
-            core_dumped: status.as_raw() & 0x80 != 0,
-        })
+        Some(Self::Signal { number, core_dumped: status.as_raw() & 0x80 != 0 })
     }
 }
 
@@ -80,19 +77,8 @@ impl Reaper {
         let pid = child.id() as i32;
         let (sender, exit) = oneshot::channel();
         let reaped = Arc::new(AtomicBool::new(false));
-        children.insert(
-            pid,
-            Registered {
-                exit: sender,
-                reaped: reaped.clone(),
-            },
-        );
-        Ok(Reapable {
-            pid,
-            exit,
-            reaped,
-            child,
-        })
+        children.insert(pid, Registered { exit: sender, reaped: reaped.clone() });
+        Ok(Reapable { pid, exit, reaped, child })
     }
 
     /// Reaps whatever has ended.

@@ -49,12 +49,7 @@ pub struct PtySize {
 impl PtySize {
     /// As the kernel takes it.
     pub fn winsize(self) -> Winsize {
-        Winsize {
-            ws_row: self.rows,
-            ws_col: self.cols,
-            ws_xpixel: 0,
-            ws_ypixel: 0,
-        }
+        Winsize { ws_row: self.rows, ws_col: self.cols, ws_xpixel: 0, ws_ypixel: 0 }
     }
 }
 
@@ -136,11 +131,7 @@ impl Spawner {
         ChildSetup {
             cgroup_procs,
             controlling_terminal: master.is_some(),
-            extra_fds: launch
-                .extra_fds
-                .into_iter()
-                .map(above_targets)
-                .collect::<io::Result<_>>()?,
+            extra_fds: launch.extra_fds.into_iter().map(above_targets).collect::<io::Result<_>>()?,
             credentials: credentials_for(&launch.user),
             cwd: to_cstring(launch.cwd.as_os_str())?,
         }
@@ -151,41 +142,19 @@ impl Spawner {
             Some(master) => Ends::Pty(master),
             None => Ends::Pipes {
                 stdin: started.child.stdin.take().map(OwnedFd::from),
-                stdout: started
-                    .child
-                    .stdout
-                    .take()
-                    .expect("standard output is a pipe")
-                    .into(),
-                stderr: started
-                    .child
-                    .stderr
-                    .take()
-                    .expect("standard error is a pipe")
-                    .into(),
+                stdout: started.child.stdout.take().expect("standard output is a pipe").into(),
+                stderr: started.child.stderr.take().expect("standard error is a pipe").into(),
             },
         };
-        let target = Target {
-            pid: started.pid,
-            reaped: started.reaped,
-            cgroup,
-        };
-        Ok(Spawned {
-            target,
-            exit: started.exit,
-            ends,
-        })
+        let target = Target { pid: started.pid, reaped: started.reaped, cgroup };
+        Ok(Spawned { target, exit: started.exit, ends })
     }
 }
 
 fn connect_streams(command: &mut Command, streams: Streams, user: &User) -> io::Result<Option<OwnedFd>> {
     let size = match streams {
         Streams::Output | Streams::InputOutput => {
-            let stdin = if streams == Streams::InputOutput {
-                Stdio::piped()
-            } else {
-                Stdio::null()
-            };
+            let stdin = if streams == Streams::InputOutput { Stdio::piped() } else { Stdio::null() };
             command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped());
             return Ok(None);
         }
@@ -199,10 +168,7 @@ fn connect_streams(command: &mut Command, streams: Streams, user: &User) -> io::
     if rustix::process::geteuid().is_root() {
         rustix::fs::fchown(&slave, Some(user.ids().0), Some(Gid::from_raw(TTY_GROUP)))?;
     }
-    command
-        .stdin(slave.try_clone()?)
-        .stdout(slave.try_clone()?)
-        .stderr(slave);
+    command.stdin(slave.try_clone()?).stdout(slave.try_clone()?).stderr(slave);
     Ok(Some(master))
 }
 
@@ -211,11 +177,7 @@ fn credentials_for(user: &User) -> Option<Credentials> {
         return None;
     }
     let (uid, gid) = user.ids();
-    Some(Credentials {
-        uid,
-        gid,
-        groups: user.groups.iter().map(|&gid| Gid::from_raw(gid)).collect(),
-    })
+    Some(Credentials { uid, gid, groups: user.groups.iter().map(|&gid| Gid::from_raw(gid)).collect() })
 }
 
 fn above_targets(fd: OwnedFd) -> io::Result<OwnedFd> {

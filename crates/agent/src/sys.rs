@@ -78,11 +78,7 @@ impl ChildSetup {
 /// As `kill(2)`.
 pub fn send_signal(pid: i32, signal: i32) -> io::Result<()> {
     // SAFETY: kill takes plain numbers.
-    if unsafe { libc::kill(pid, signal) } == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    if unsafe { libc::kill(pid, signal) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 // include/uapi/linux/random.h, Linux 6.1: _IOW('R', 0x03, int[2]) and _IO('R', 0x07).
@@ -126,25 +122,14 @@ pub fn credit_entropy(device: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
 /// # Errors
 /// Needs `CAP_NET_ADMIN`.
 pub fn bring_up_loopback() -> io::Result<()> {
-    let socket = rustix::net::socket(
-        rustix::net::AddressFamily::INET,
-        rustix::net::SocketType::DGRAM,
-        None,
-    )?;
+    let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, None)?;
     // SAFETY: all-zero bytes are a valid ifreq.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     request.ifr_name[0] = b'l' as libc::c_char;
     request.ifr_name[1] = b'o' as libc::c_char;
     request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
     // SAFETY: SIOCSIFFLAGS reads an ifreq, which `request` is, for the length of the call.
-    if unsafe {
-        libc::ioctl(
-            socket.as_fd().as_raw_fd(),
-            libc::SIOCSIFFLAGS as _,
-            &raw const request,
-        )
-    } < 0
-    {
+    if unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), libc::SIOCSIFFLAGS as _, &raw const request) } < 0 {
         return Err(io::Error::last_os_error());
     }
     Ok(())

@@ -50,10 +50,7 @@ pub struct Accounts {
 impl Accounts {
     /// The accounts under `/etc`.
     pub fn new() -> Self {
-        Self {
-            etc: PathBuf::from("/etc"),
-            agent_uid: rustix::process::geteuid().as_raw(),
-        }
+        Self { etc: PathBuf::from("/etc"), agent_uid: rustix::process::geteuid().as_raw() }
     }
 
     /// The account `name`, or the default one.
@@ -64,19 +61,16 @@ impl Accounts {
         let passwd = std::fs::read_to_string(self.etc.join("passwd")).unwrap_or_default();
         let group = std::fs::read_to_string(self.etc.join("group")).unwrap_or_default();
         let user = match name {
-            Some(name) => by_name(&passwd, name).ok_or_else(|| UserError::Unknown {
-                name: name.to_owned(),
-            })?,
+            Some(name) => {
+                by_name(&passwd, name).ok_or_else(|| UserError::Unknown { name: name.to_owned() })?
+            }
             None if self.agent_uid != 0 => by_uid(&passwd, self.agent_uid),
             None => by_name(&passwd, DEFAULT_USER).unwrap_or_else(|| by_uid(&passwd, 0)),
         };
         if self.agent_uid != 0 && user.uid != self.agent_uid {
             return Err(UserError::NotPermitted { name: user.name });
         }
-        Ok(User {
-            groups: groups_of(&group, &user),
-            ..user
-        })
+        Ok(User { groups: groups_of(&group, &user), ..user })
     }
 
     /// Root's account.
@@ -96,11 +90,7 @@ impl User {
 
     /// The home directory where it exists, else the root directory.
     pub fn usable_home(&self) -> &Path {
-        if self.home.is_dir() {
-            &self.home
-        } else {
-            Path::new("/")
-        }
+        if self.home.is_dir() { &self.home } else { Path::new("/") }
     }
 }
 
@@ -110,38 +100,21 @@ fn parse_passwd_line(line: &str) -> Option<User> {
     let uid = fields.nth(1)?.parse().ok()?;
     let gid = fields.next()?.parse().ok()?;
     let home = PathBuf::from(fields.nth(1)?);
-    Some(User {
-        name,
-        uid,
-        gid,
-        home,
-        groups: Vec::new(),
-    })
+    Some(User { name, uid, gid, home, groups: Vec::new() })
 }
 
 fn by_name(passwd: &str, name: &str) -> Option<User> {
-    passwd
-        .lines()
-        .filter_map(parse_passwd_line)
-        .find(|user| user.name == name)
+    passwd.lines().filter_map(parse_passwd_line).find(|user| user.name == name)
 }
 
 fn by_uid(passwd: &str, uid: u32) -> User {
-    passwd
-        .lines()
-        .filter_map(parse_passwd_line)
-        .find(|user| user.uid == uid)
-        .unwrap_or_else(|| User {
-            name: if uid == 0 {
-                "root".to_owned()
-            } else {
-                uid.to_string()
-            },
-            uid,
-            gid: uid,
-            home: PathBuf::from(if uid == 0 { "/root" } else { "/" }),
-            groups: Vec::new(),
-        })
+    passwd.lines().filter_map(parse_passwd_line).find(|user| user.uid == uid).unwrap_or_else(|| User {
+        name: if uid == 0 { "root".to_owned() } else { uid.to_string() },
+        uid,
+        gid: uid,
+        home: PathBuf::from(if uid == 0 { "/root" } else { "/" }),
+        groups: Vec::new(),
+    })
 }
 
 fn groups_of(group: &str, user: &User) -> Vec<u32> {
@@ -170,10 +143,7 @@ mod tests {
     #[test]
     fn finds_accounts_and_skips_broken_lines() {
         let user = by_name(PASSWD, "user").unwrap();
-        assert_eq!(
-            (user.uid, user.gid, user.home.to_str().unwrap()),
-            (1000, 1001, "/home/user")
-        );
+        assert_eq!((user.uid, user.gid, user.home.to_str().unwrap()), (1000, 1001, "/home/user"));
         assert!(by_name(PASSWD, "nobody").is_none());
     }
 

@@ -194,12 +194,7 @@ pub enum ImageCommand {
         #[arg(value_parser = name)]
         name: String,
         /// Debian packages to install, besides the base system and Python; repeatable or comma-separated
-        #[arg(
-            long = "package",
-            visible_alias = "packages",
-            value_delimiter = ',',
-            value_name = "PACKAGE"
-        )]
+        #[arg(long = "package", visible_alias = "packages", value_delimiter = ',', value_name = "PACKAGE")]
         packages: Vec<String>,
         /// Size of the root disk
         #[arg(long, default_value_t = 2048, value_name = "MIB")]
@@ -369,9 +364,7 @@ mod tests {
     fn the_guest_command_keeps_its_own_flags() {
         let args = Args::try_parse_from(["offshoot", "exec", "sb", "--", "ls", "--json", "-q"]).unwrap();
         assert!(!args.global.json && !args.global.quiet);
-        let Command::Exec(exec) = args.command else {
-            panic!("not exec")
-        };
+        let Command::Exec(exec) = args.command else { panic!("not exec") };
         assert_eq!(exec.command, ["ls", "--json", "-q"]);
     }
 }

@@ -45,9 +45,7 @@ pub struct Client {
 impl Client {
     /// A client of the daemon at `socket`; connects with each request.
     pub fn new(socket: &Path) -> Self {
-        Self {
-            socket: socket.to_owned(),
-        }
+        Self { socket: socket.to_owned() }
     }
 
     /// Sends `request` and waits at most `deadline` for the answer's head; any status counts as an answer.
@@ -116,13 +114,9 @@ impl Client {
             return Ok(());
         }
         let cause = sandbox.cause.unwrap_or_else(|| "no cause was recorded".into());
-        Err(Report::new(
-            Kind::State,
-            "sandbox_dead",
-            format!("sandbox {id} has died: {cause}"),
-        )
-        .hint(format!("its console: offshoot logs {id}"))
-        .into())
+        Err(Report::new(Kind::State, "sandbox_dead", format!("sandbox {id} has died: {cause}"))
+            .hint(format!("its console: offshoot logs {id}"))
+            .into())
     }
 
     /// Fails unless the daemon answers.
@@ -136,9 +130,8 @@ impl Client {
             Ok(Err(error)) => return Err(self.refused(&error).into()),
             Err(_) => return Err(self.late("a connection", CONNECT_DEADLINE).into()),
         };
-        let (sender, connection) = http1::handshake(Socket::new(stream))
-            .await
-            .map_err(|error| self.lost("a connection", &error))?;
+        let (sender, connection) =
+            http1::handshake(Socket::new(stream)).await.map_err(|error| self.lost("a connection", &error))?;
         // Ends by itself when the response has been read or dropped.
         tokio::spawn(connection);
         Ok(sender)
@@ -155,10 +148,7 @@ impl Client {
 
     fn late(&self, what: &str, deadline: Duration) -> Report {
         let socket = self.socket.display();
-        let message = format!(
-            "the daemon at {socket} did not answer {what} within {} s",
-            deadline.as_secs()
-        );
+        let message = format!("the daemon at {socket} did not answer {what} within {} s", deadline.as_secs());
         Report::new(Kind::Unreachable, "daemon_timeout", message)
     }
 
@@ -170,10 +160,8 @@ impl Client {
             text = format!("{text}: {inner}");
             source = inner.source();
         }
-        let message = format!(
-            "the connection to the daemon at {} ended during {what}: {text}",
-            self.socket.display()
-        );
+        let message =
+            format!("the connection to the daemon at {} ended during {what}: {text}", self.socket.display());
         Report::new(Kind::Unreachable, "daemon_connection_lost", message)
     }
 }
@@ -198,18 +186,13 @@ pub fn request(method: Method, path: &str, body: Body) -> Request<Body> {
 pub fn json_request(path: &str, value: &impl Serialize) -> Request<Body> {
     let body = serde_json::to_vec(value).expect("values made here have string keys");
     let mut request = request(Method::POST, path, full(body));
-    request.headers_mut().insert(
-        header::CONTENT_TYPE,
-        http::HeaderValue::from_static("application/json"),
-    );
+    request.headers_mut().insert(header::CONTENT_TYPE, http::HeaderValue::from_static("application/json"));
     request
 }
 
 /// A body that is already there.
 pub fn full(bytes: impl Into<Bytes>) -> Body {
-    Full::new(bytes.into())
-        .map_err(|never| match never {})
-        .boxed_unsync()
+    Full::new(bytes.into()).map_err(|never| match never {}).boxed_unsync()
 }
 
 /// No body.
@@ -220,9 +203,7 @@ pub fn empty() -> Body {
 /// Decodes the answer to `path`.
 pub fn parse<T: DeserializeOwned>(path: &str, body: &[u8]) -> Result<T> {
     serde_json::from_slice(body).map_err(|error| {
-        Failure::protocol(format!(
-            "the daemon's answer to {path} is not as expected: {error}"
-        ))
+        Failure::protocol(format!("the daemon's answer to {path} is not as expected: {error}"))
     })
 }
 
@@ -242,11 +223,7 @@ pub fn failure_of_answer(status: StatusCode, body: &[u8]) -> Report {
     };
     match value["code"].as_str() {
         Some(code) => Report::new(Kind::of_connect_code(code), code, message),
-        None => Report::new(
-            Kind::of_status(status),
-            &format!("http_{}", status.as_u16()),
-            message,
-        ),
+        None => Report::new(Kind::of_status(status), &format!("http_{}", status.as_u16()), message),
     }
 }
 
@@ -378,23 +355,16 @@ mod tests {
     fn a_daemon_error_keeps_its_hint() {
         let body = br#"{"code":"template_not_found","kind":"caller","message":"no template x","hint":"offshoot template ls"}"#;
         let report = failure_of_answer(StatusCode::NOT_FOUND, body);
-        assert_eq!(
-            (report.kind, report.hint.as_deref()),
-            (Kind::Caller, Some("offshoot template ls"))
-        );
+        assert_eq!((report.kind, report.hint.as_deref()), (Kind::Caller, Some("offshoot template ls")));
     }
 
     #[test]
     fn guest_service_errors_and_plain_text_are_understood() {
-        let connect = failure_of_answer(
-            StatusCode::NOT_FOUND,
-            br#"{"code":"not_found","message":"no process 7"}"#,
-        );
+        let connect =
+            failure_of_answer(StatusCode::NOT_FOUND, br#"{"code":"not_found","message":"no process 7"}"#);
         assert_eq!((connect.code.as_str(), connect.kind), ("not_found", Kind::Caller));
-        let envd = failure_of_answer(
-            StatusCode::INSUFFICIENT_STORAGE,
-            br#"{"code":507,"message":"disk full"}"#,
-        );
+        let envd =
+            failure_of_answer(StatusCode::INSUFFICIENT_STORAGE, br#"{"code":507,"message":"disk full"}"#);
         assert_eq!(
             (envd.code.as_str(), envd.kind, envd.message.as_str()),
             ("http_507", Kind::Host, "disk full")
@@ -408,19 +378,12 @@ mod tests {
         let asked = std::cell::Cell::new(0);
         let alive = async || {
             asked.set(asked.get() + 1);
-            if asked.get() < 4 {
-                Ok(())
-            } else {
-                Err(Failure::usage("died"))
-            }
+            if asked.get() < 4 { Ok(()) } else { Err(Failure::usage("died")) }
         };
         let began = tokio::time::Instant::now();
         let result: Result<()> = unless_dead(std::future::pending(), alive).await;
         assert!(matches!(result, Err(Failure::Report(report)) if report.message == "died"));
-        assert_eq!(
-            (asked.get(), began.elapsed().as_secs()),
-            (4, 4 * SILENCE.as_secs())
-        );
+        assert_eq!((asked.get(), began.elapsed().as_secs()), (4, 4 * SILENCE.as_secs()));
     }
 
     #[tokio::test(start_paused = true)]

@@ -110,13 +110,7 @@ pub struct Report {
 impl Report {
     /// A report without a hint.
     pub fn new(kind: Kind, code: &str, message: impl Into<String>) -> Self {
-        Self {
-            code: code.into(),
-            kind,
-            message: message.into(),
-            hint: None,
-            exit_code: None,
-        }
+        Self { code: code.into(), kind, message: message.into(), hint: None, exit_code: None }
     }
 
     /// Adds the way out.
@@ -193,14 +187,8 @@ mod tests {
 
     #[test]
     fn every_kind_of_the_api_has_its_documented_exit_code() {
-        let codes = [
-            ("caller", 3),
-            ("state", 4),
-            ("unsupported", 5),
-            ("host", 6),
-            ("corrupt", 8),
-            ("bug", 8),
-        ];
+        let codes =
+            [("caller", 3), ("state", 4), ("unsupported", 5), ("host", 6), ("corrupt", 8), ("bug", 8)];
         for (name, code) in codes {
             let kind: Kind = serde_json::from_value(name.into()).unwrap();
             assert_eq!(kind.exit_code(), code, "{name}");
@@ -223,11 +211,7 @@ mod tests {
             (500, Kind::Bug),
         ];
         for (status, kind) in kinds {
-            assert_eq!(
-                Kind::of_status(StatusCode::from_u16(status).unwrap()),
-                kind,
-                "{status}"
-            );
+            assert_eq!(Kind::of_status(StatusCode::from_u16(status).unwrap()), kind, "{status}");
         }
     }
 }

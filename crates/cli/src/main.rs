@@ -38,11 +38,7 @@ fn run() -> u8 {
         Ok(args) => args,
         Err(error) => return wrong_usage(&error),
     };
-    let format = if args.global.json {
-        Format::Json
-    } else {
-        Format::Text
-    };
+    let format = if args.global.json { Format::Json } else { Format::Text };
     let ui = Ui::new(format, args.global.quiet);
     match Plan::of(args).and_then(perform) {
         Ok(code) => code,
@@ -74,17 +70,10 @@ fn wrong_usage(error: &clap::Error) -> u8 {
             Err(error) => Failure::stdout(&error).exit_code(),
         };
     }
-    let json = std::env::args_os()
-        .take_while(|word| word != "--")
-        .any(|word| word == "--json");
+    let json = std::env::args_os().take_while(|word| word != "--").any(|word| word == "--json");
     if json {
         let text = error.render().to_string();
-        let message = text
-            .lines()
-            .next()
-            .unwrap_or_default()
-            .trim_start_matches("error: ")
-            .to_owned();
+        let message = text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned();
         Ui::new(Format::Json, false)
             .report(&Report::new(Kind::Usage, "usage", message).hint("see: offshoot --help"));
     } else {

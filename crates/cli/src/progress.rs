@@ -25,11 +25,7 @@ impl Progress {
             bar.enable_steady_tick(TICK);
             bar
         });
-        Self {
-            ui,
-            bar,
-            last_line: String::new(),
-        }
+        Self { ui, bar, last_line: String::new() }
     }
 
     /// Progress by bytes; `total` where it is known.
@@ -44,11 +40,7 @@ impl Progress {
             });
             bar
         });
-        Self {
-            ui,
-            bar,
-            last_line: String::new(),
-        }
+        Self { ui, bar, last_line: String::new() }
     }
 
     /// Now at `step`.

@@ -21,9 +21,7 @@ pub struct Socket {
 impl Socket {
     /// A connection over `stream`.
     pub fn new(stream: UnixStream) -> Self {
-        Self {
-            stream: TokioIo::new(stream),
-        }
+        Self { stream: TokioIo::new(stream) }
     }
 }
 
@@ -59,8 +57,5 @@ impl Write for Socket {
 }
 
 fn is_closed(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
-    )
+    matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
 }

@@ -29,11 +29,7 @@ pub fn kib(count: Option<u64>) -> String {
 
 /// Milliseconds.
 pub fn ms(value: f64) -> String {
-    if value < 100.0 {
-        format!("{value:.1} ms")
-    } else {
-        format!("{value:.0} ms")
-    }
+    if value < 100.0 { format!("{value:.1} ms") } else { format!("{value:.0} ms") }
 }
 
 /// How long ago `created_at` (RFC 3339 text or seconds since the Unix epoch) was, in one unit.
@@ -72,9 +68,7 @@ pub struct Table {
 impl Table {
     /// A table with this head.
     pub fn new(head: &[&str]) -> Self {
-        Self {
-            rows: vec![head.iter().map(|&cell| cell.to_owned()).collect()],
-        }
+        Self { rows: vec![head.iter().map(|&cell| cell.to_owned()).collect()] }
     }
 
     /// Adds a row; it has as many cells as the head.
@@ -91,10 +85,7 @@ impl Table {
         };
         let widths: Vec<usize> = (0..columns).map(width).collect();
         let line = |row: &Vec<String>| {
-            let cells = row
-                .iter()
-                .zip(&widths)
-                .map(|(cell, width)| format!("{cell:<width$}"));
+            let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
             cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
         };
         self.rows.iter().map(line).collect::<Vec<_>>().join("\n")
@@ -112,11 +103,7 @@ fn flatten(path: &str, value: &Value, lines: &mut Vec<String>) {
     match value {
         Value::Object(map) => {
             for (key, inner) in map {
-                let inner_path = if path.is_empty() {
-                    key.clone()
-                } else {
-                    format!("{path}.{key}")
-                };
+                let inner_path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
                 flatten(&inner_path, inner, lines);
             }
         }
@@ -127,11 +114,7 @@ fn flatten(path: &str, value: &Value, lines: &mut Vec<String>) {
         Value::Null => {}
         Value::String(text) => lines.push(format!("{path}: {text}")),
         Value::Number(number) if number.is_u64() && path.ends_with("_kib") => {
-            lines.push(format!(
-                "{}: {}",
-                path.trim_end_matches("_kib"),
-                kib(number.as_u64())
-            ));
+            lines.push(format!("{}: {}", path.trim_end_matches("_kib"), kib(number.as_u64())));
         }
         Value::Number(number) if number.is_u64() && path.ends_with("_bytes") => {
             lines.push(format!(
@@ -158,15 +141,8 @@ mod tests {
 
     #[test]
     fn sizes_have_units_and_never_show_1024() {
-        let shown: Vec<String> = [0, 1023, 1024, 1536, (1 << 20) - 1, 1 << 20, 5 << 30]
-            .map(bytes)
-            .into();
-        assert_eq!(
-            shown,
-            [
-                "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB", "5.0 GiB"
-            ]
-        );
+        let shown: Vec<String> = [0, 1023, 1024, 1536, (1 << 20) - 1, 1 << 20, 5 << 30].map(bytes).into();
+        assert_eq!(shown, ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB", "5.0 GiB"]);
     }
 
     #[test]
@@ -190,9 +166,6 @@ mod tests {
     #[test]
     fn fields_are_flat_and_have_units() {
         let value = json!({"name": "t", "clones": ["a", "b"], "memory": {"rss_kib": 2048}, "boot_ms": 12.25, "gone": null});
-        assert_eq!(
-            fields(&value),
-            "boot: 12.2 ms\nclones: a b\nmemory.rss: 2.0 MiB\nname: t"
-        );
+        assert_eq!(fields(&value), "boot: 12.2 ms\nclones: a b\nmemory.rss: 2.0 MiB\nname: t");
     }
 }

@@ -71,18 +71,10 @@ impl Ui {
         let mut stderr = io::stderr().lock();
         let _ = match self.format {
             Format::Json => {
-                writeln!(
-                    stderr,
-                    "{}",
-                    serde_json::to_string(report).expect("a report has string keys")
-                )
+                writeln!(stderr, "{}", serde_json::to_string(report).expect("a report has string keys"))
             }
             Format::Text => {
-                let hint = report
-                    .hint
-                    .iter()
-                    .map(|hint| format!("\nhint: {hint}"))
-                    .collect::<String>();
+                let hint = report.hint.iter().map(|hint| format!("\nhint: {hint}")).collect::<String>();
                 writeln!(stderr, "error: {}{hint}", report.message)
             }
         };
@@ -107,10 +99,7 @@ pub struct GuestOutput {
 impl GuestOutput {
     /// The process's own streams.
     pub fn new() -> Self {
-        Self {
-            stdout: tokio::io::stdout(),
-            stderr: tokio::io::stderr(),
-        }
+        Self { stdout: tokio::io::stdout(), stderr: tokio::io::stderr() }
     }
 
     /// Writes all of `bytes` and flushes.

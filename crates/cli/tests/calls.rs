@@ -31,14 +31,8 @@ fn run_keeps_output_errors_and_value_apart() {
         json!({"type": "end_of_execution"}),
     ]);
     let ended = fake.run(&["run", "sb", "-c", "6*7", "--timeout", "3s"]);
-    assert_eq!(
-        (ended.code, ended.stdout.as_str(), ended.stderr.as_str()),
-        (0, "out\n42\n", "err\n")
-    );
-    assert_eq!(
-        fake.requests()[0].json(),
-        json!({"code": "6*7", "timeout_ms": 3000})
-    );
+    assert_eq!((ended.code, ended.stdout.as_str(), ended.stderr.as_str()), (0, "out\n42\n", "err\n"));
+    assert_eq!(fake.requests()[0].json(), json!({"code": "6*7", "timeout_ms": 3000}));
 }
 
 #[test]
@@ -61,21 +55,11 @@ fn run_fails_with_the_traceback_of_an_exception() {
 fn run_that_breaks_off_is_no_success() {
     let events = [event("stdout", "a\n")];
     let routes = Router::new()
-        .route(
-            "/sandboxes/sb/interpreter/execute",
-            post(move || async move { lines(&events) }),
-        )
-        .route(
-            "/sandboxes/sb",
-            get(|| async { answer(200, sandbox("sb", "running")) }),
-        );
+        .route("/sandboxes/sb/interpreter/execute", post(move || async move { lines(&events) }))
+        .route("/sandboxes/sb", get(|| async { answer(200, sandbox("sb", "running")) }));
     let ended = Fake::start(routes).run(&["run", "sb", "-c", "x"]);
     assert_eq!((ended.code, ended.stdout.as_str()), (4, "a\n"));
-    assert!(
-        ended.stderr.contains("ended before the work did"),
-        "{}",
-        ended.stderr
-    );
+    assert!(ended.stderr.contains("ended before the work did"), "{}", ended.stderr);
 }
 
 fn outcomes() -> Value {
@@ -94,17 +78,9 @@ fn fork_tells_every_child_in_order() {
     let ended = fake.run(&["fork", "sb", "-n", "3", "--env", "A=1"]);
     assert_eq!(ended.code, 6, "the failed child's");
     assert_eq!(ended.stdout, "sb-1\nerror: no memory for sb-2\nsb-3\n");
+    assert!(ended.stderr.starts_with("hint: fork fewer\n2 of 3 running after "), "{}", ended.stderr);
     assert!(
-        ended
-            .stderr
-            .starts_with("hint: fork fewer\n2 of 3 running after "),
-        "{}",
-        ended.stderr
-    );
-    assert!(
-        ended
-            .stderr
-            .ends_with("each had its identity within 12.3 ms; parent paused 4.2 ms\n"),
+        ended.stderr.ends_with("each had its identity within 12.3 ms; parent paused 4.2 ms\n"),
         "{}",
         ended.stderr
     );
@@ -125,10 +101,7 @@ fn create_where_nothing_succeeded_still_tells_each() {
     let fake = Fake::start(Router::new().route("/sandboxes", post(|| async { answer(501, body) })));
     let ended = fake.run(&["create", "py", "-n", "2"]);
     assert_eq!(ended.code, 5);
-    assert_eq!(
-        ended.stdout,
-        "error: KVM cannot run Linux here\nerror: KVM cannot run Linux here\n"
-    );
+    assert_eq!(ended.stdout, "error: KVM cannot run Linux here\nerror: KVM cannot run Linux here\n");
 }
 
 #[test]
@@ -137,10 +110,7 @@ fn create_prints_nothing_but_the_id() {
     let fake = Fake::start(Router::new().route("/sandboxes", post(|| async { answer(200, body) })));
     let ended = fake.run(&["create", "py", "--name", "web"]);
     assert_eq!((ended.code, ended.stdout.as_str()), (0, "sb-1\n"));
-    assert_eq!(
-        fake.requests()[0].json(),
-        json!({"template": "py", "count": 1, "name": "web", "env": {}})
-    );
+    assert_eq!(fake.requests()[0].json(), json!({"template": "py", "count": 1, "name": "web", "env": {}}));
 }
 
 fn building(events: Vec<Value>) -> Fake {
@@ -150,17 +120,8 @@ fn building(events: Vec<Value>) -> Fake {
 fn build(fake: &Fake, more: &[&str]) -> Ended {
     let warm = fake.folder.path().join("warm.py");
     std::fs::write(&warm, "import numpy\n").unwrap();
-    let args = [
-        "template",
-        "build",
-        "py",
-        "--image",
-        "deb",
-        "--page-size",
-        "4k",
-        "--warm",
-        warm.to_str().unwrap(),
-    ];
+    let args =
+        ["template", "build", "py", "--image", "deb", "--page-size", "4k", "--warm", warm.to_str().unwrap()];
     fake.run(&[&args, more].concat())
 }
 
@@ -175,13 +136,7 @@ fn template_build_tells_its_steps_and_its_result() {
     let fake = building(events.clone());
     let ended = build(&fake, &["--warm-timeout", "5s"]);
     assert_eq!((ended.code, ended.stdout.as_str()), (0, "py\n"));
-    assert!(
-        ended
-            .stderr
-            .starts_with("boot: kernel up\nfreeze\nmade template py in "),
-        "{}",
-        ended.stderr
-    );
+    assert!(ended.stderr.starts_with("boot: kernel up\nfreeze\nmade template py in "), "{}", ended.stderr);
     let body = json!({
         "name": "py", "image": "deb", "memory_mib": 512, "vcpus": 1, "page_size": "small4k",
         "overlay_limit_mib": 1024, "cmdline": "", "warm": {"source": "import numpy\n", "file_name": "warm.py"},
@@ -195,10 +150,7 @@ fn template_build_tells_its_steps_and_its_result() {
 #[test]
 fn a_failed_warm_up_is_told_with_its_reason() {
     let error = json!({"code": "warm_failed", "kind": "caller", "message": "the warm-up raised ImportError"});
-    let events = vec![
-        json!({"type": "progress", "step": "warm"}),
-        json!({"type": "error", "error": error}),
-    ];
+    let events = vec![json!({"type": "progress", "step": "warm"}), json!({"type": "error", "error": error})];
     let ended = build(&building(events.clone()), &[]);
     assert_eq!((ended.code, ended.stdout.as_str()), (3, ""));
     assert_eq!(ended.stderr, "warm\nerror: the warm-up raised ImportError\n");
@@ -208,10 +160,7 @@ fn a_failed_warm_up_is_told_with_its_reason() {
 
 #[test]
 fn work_without_a_result_is_no_success() {
-    let ended = build(
-        &building(vec![json!({"type": "progress", "step": "boot"})]),
-        &["--quiet"],
-    );
+    let ended = build(&building(vec![json!({"type": "progress", "step": "boot"})]), &["--quiet"]);
     assert_eq!(ended.code, 8);
     assert!(ended.stderr.contains("ends without a result"), "{}", ended.stderr);
 }
@@ -221,46 +170,19 @@ fn image_build_and_add_say_what_they_need() {
     let result = [json!({"type": "result", "value": {"name": "deb"}})];
     let fake = Fake::start(Router::new().route("/images", post(move || async move { lines(&result) })));
     assert_eq!(
-        fake.run(&[
-            "image",
-            "build",
-            "deb",
-            "--packages",
-            "python3-numpy,git",
-            "--disk-mib",
-            "512"
-        ])
-        .code,
+        fake.run(&["image", "build", "deb", "--packages", "python3-numpy,git", "--disk-mib", "512"]).code,
         0
     );
     let debian = json!({"packages": ["python3-numpy", "git"], "disk_mib": 512});
-    assert_eq!(
-        fake.requests()[0].json(),
-        json!({"name": "deb", "source": {"debian": debian}})
-    );
+    assert_eq!(fake.requests()[0].json(), json!({"name": "deb", "source": {"debian": debian}}));
 
     let file = fake.folder.path().join("vmlinux");
     std::fs::write(&file, "k").unwrap();
     let path = file.to_str().unwrap();
-    let missing = fake.run(&[
-        "image",
-        "add",
-        "own",
-        "--kernel",
-        path,
-        "--initramfs",
-        path,
-        "--rootfs",
-        "/nonexistent",
-    ]);
+    let missing =
+        fake.run(&["image", "add", "own", "--kernel", path, "--initramfs", path, "--rootfs", "/nonexistent"]);
     assert_eq!(missing.code, 3);
-    assert!(
-        missing
-            .stderr
-            .contains("cannot find the root file system /nonexistent"),
-        "{}",
-        missing.stderr
-    );
+    assert!(missing.stderr.contains("cannot find the root file system /nonexistent"), "{}", missing.stderr);
 }
 
 #[test]
@@ -270,18 +192,7 @@ fn no_daemon_says_how_to_start_one() {
     let expected = "error: no daemon answers at /nonexistent/d.sock: No such file or directory (os error 2)\n\
                     hint: start it with: offshoot serve\n";
     assert_eq!(ended.stderr, expected);
-    let json = finish(
-        offshoot(&[
-            "--socket",
-            "/nonexistent/d.sock",
-            "--json",
-            "exec",
-            "sb",
-            "--",
-            "x",
-        ]),
-        b"",
-    );
+    let json = finish(offshoot(&["--socket", "/nonexistent/d.sock", "--json", "exec", "sb", "--", "x"]), b"");
     assert_eq!(json.code, 7);
     assert_eq!(json.error()["code"], "daemon_unreachable");
     assert_eq!(json.error()["hint"], "start it with: offshoot serve");
@@ -295,19 +206,12 @@ fn a_daemon_that_hangs_up_is_not_taken_for_an_answer() {
     std::thread::spawn(move || while listener.accept().is_ok() {});
     let ended = finish(offshoot(&["--socket", socket.to_str().unwrap(), "ls"]), b"");
     assert_eq!(ended.code, 7);
-    assert!(
-        ended.stderr.contains("ended during GET /offshoot/v1/sandboxes"),
-        "{}",
-        ended.stderr
-    );
+    assert!(ended.stderr.contains("ended during GET /offshoot/v1/sandboxes"), "{}", ended.stderr);
 }
 
 #[test]
 fn ls_is_a_table_or_the_answer_itself() {
-    let now = std::time::SystemTime::now()
-        .duration_since(std::time::UNIX_EPOCH)
-        .unwrap()
-        .as_secs();
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
     let mut clone = sandbox("sb-1", "running");
     clone["name"] = "web".into();
     clone["created_at"] = json!(now - 600);
@@ -335,10 +239,7 @@ sb-22  -     dead     py        sb-1    2h   140.0 KiB  512.0 MiB  36.0 KiB
 fn tree_draws_the_lineage() {
     let node = |id: &str, children: Value| json!({"kind": "sandbox", "id": id, "state": "running", "children": children});
     let grandchild = json!([node("sb-3", json!([]))]);
-    let children = json!([
-        node("sb-1", json!([node("sb-2", grandchild)])),
-        node("sb-4", json!([]))
-    ]);
+    let children = json!([node("sb-1", json!([node("sb-2", grandchild)])), node("sb-4", json!([]))]);
     let root = json!({"kind": "template", "id": "py", "state": "ready", "children": children});
     let body = json!({"roots": [root, {"kind": "template", "id": "js", "state": "ready", "children": []}]});
     let same = body.clone();
@@ -370,10 +271,7 @@ fn templates_and_images_are_listed_shown_and_removed() {
     };
     let routes = Router::new()
         .route("/templates", get(move || async { answer(200, listed) }))
-        .route(
-            "/templates/py",
-            get(move || async { answer(200, one) }).delete(remove),
-        )
+        .route("/templates/py", get(move || async { answer(200, one) }).delete(remove))
         .route(
             "/images",
             get(|| async { answer(200, json!({"images": [{"name": "deb", "disk_mib": 2048}]})) }),
@@ -389,10 +287,7 @@ py    deb    512.0 MiB  2      thp    3.0 MiB  1       -
         "NAME  KERNEL  DISK     AGE  DIGEST\ndeb   -       2.0 GiB  -    -\n"
     );
     let shown = fake.run(&["template", "show", "py"]).stdout;
-    assert!(
-        shown.contains("memory.pss: 2.0 MiB\n") && shown.contains("layer: 3.0 MiB\n"),
-        "{shown}"
-    );
+    assert!(shown.contains("memory.pss: 2.0 MiB\n") && shown.contains("layer: 3.0 MiB\n"), "{shown}");
     let refused = fake.run(&["template", "rm", "py"]);
     assert_eq!(refused.code, 3);
     assert_eq!(
@@ -430,28 +325,12 @@ fn logs_are_the_console_and_follow_until_the_end() {
         text[..shown[POLLS.fetch_add(1, Ordering::SeqCst).min(3)]].to_owned()
     };
     let state = || async {
-        answer(
-            200,
-            sandbox(
-                "sb",
-                if POLLS.load(Ordering::SeqCst) < 3 {
-                    "running"
-                } else {
-                    "dead"
-                },
-            ),
-        )
+        answer(200, sandbox("sb", if POLLS.load(Ordering::SeqCst) < 3 { "running" } else { "dead" }))
     };
-    let routes = Router::new()
-        .route("/sandboxes/sb/logs", get(console))
-        .route("/sandboxes/sb", get(state));
+    let routes = Router::new().route("/sandboxes/sb/logs", get(console)).route("/sandboxes/sb", get(state));
     let fake = Fake::start(routes);
     assert_eq!(fake.run(&["logs", "sb", "--tail-bytes", "9"]).stdout, "boot\n");
-    assert!(
-        fake.requests()[0]
-            .target
-            .ends_with("/sandboxes/sb/logs?tail_bytes=9")
-    );
+    assert!(fake.requests()[0].target.ends_with("/sandboxes/sb/logs?tail_bytes=9"));
     let ended = fake.run(&["logs", "sb", "--follow"]);
     assert_eq!((ended.code, ended.stdout.as_str()), (0, "boot\nlogin\npanic\n"));
 }
@@ -480,10 +359,7 @@ runs Linux guests: yes
     let binary = copy_of_offshoot(folder.path());
     let ask = |args: &[&str]| {
         let mut command = std::process::Command::new(&binary);
-        command
-            .args(args)
-            .env("OFFSHOOT_SOCKET", "/nonexistent/d.sock")
-            .env("PATH", "/nonexistent");
+        command.args(args).env("OFFSHOOT_SOCKET", "/nonexistent/d.sock").env("PATH", "/nonexistent");
         finish(command, b"")
     };
     let missing = ask(&["doctor"]);
@@ -501,19 +377,11 @@ runs Linux guests: yes
     let ended = ask(&["doctor"]);
     assert_eq!(ended.code, 5);
     assert!(
-        ended
-            .stdout
-            .starts_with("daemon: not running; start it with: offshoot serve\n"),
+        ended.stdout.starts_with("daemon: not running; start it with: offshoot serve\n"),
         "{}",
         ended.stdout
     );
-    assert!(
-        ended
-            .stdout
-            .ends_with("runs Linux guests: no: there is no /dev/kvm\n"),
-        "{}",
-        ended.stdout
-    );
+    assert!(ended.stdout.ends_with("runs Linux guests: no: there is no /dev/kvm\n"), "{}", ended.stdout);
     script(&vmm, "echo it broke >&2; exit 3");
     let ended = ask(&["doctor"]);
     assert_eq!(ended.code, 8);
@@ -526,18 +394,13 @@ fn serve_becomes_the_daemon_beside_it() {
     let binary = copy_of_offshoot(folder.path());
     let serve = || {
         let mut command = std::process::Command::new(&binary);
-        command
-            .args(["--socket", "/run/x.sock", "serve", "--state-dir", "/s"])
-            .env("PATH", "/nonexistent");
+        command.args(["--socket", "/run/x.sock", "serve", "--state-dir", "/s"]).env("PATH", "/nonexistent");
         finish(command, b"")
     };
     assert_eq!(serve().code, 5);
     script(&folder.path().join("offshootd"), r#"echo "$@"; exit 9"#);
     let ended = serve();
-    assert_eq!(
-        (ended.code, ended.stdout.as_str()),
-        (9, "--socket /run/x.sock --state-dir /s\n")
-    );
+    assert_eq!((ended.code, ended.stdout.as_str()), (9, "--socket /run/x.sock --state-dir /s\n"));
 }
 
 #[test]
@@ -561,17 +424,12 @@ fn a_wrong_command_line_is_told_in_the_form_asked_for() {
 
 #[test]
 fn a_reader_that_goes_away_is_no_panic() {
-    let many: Vec<Value> = (0..5000)
-        .map(|n| sandbox(&format!("sb-{n}"), "running"))
-        .collect();
+    let many: Vec<Value> = (0..5000).map(|n| sandbox(&format!("sb-{n}"), "running")).collect();
     let body = json!({"sandboxes": many});
     let fake = Fake::start(Router::new().route("/sandboxes", get(move || async { answer(200, body) })));
     let mut command = fake.command(&["ls"]);
-    let mut child = command
-        .stdout(std::process::Stdio::piped())
-        .stderr(std::process::Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut child =
+        command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap();
     drop(child.stdout.take());
     let stderr = collect(child.stderr.take().unwrap());
     assert_eq!(wait(&mut child).code(), Some(141));

@@ -29,11 +29,7 @@ fn a_file_goes_in_whole() {
     std::fs::write(&file, content()).unwrap();
     let ended = fake.run(&["cp", file.to_str().unwrap(), "sb:/tmp/x & y/", "--user", "root"]);
     assert_eq!((ended.code, ended.stdout.as_str()), (0, ""));
-    assert!(
-        ended.stderr.starts_with("copied 2.9 MiB from "),
-        "{}",
-        ended.stderr
-    );
+    assert!(ended.stderr.starts_with("copied 2.9 MiB from "), "{}", ended.stderr);
     let request = &fake.requests()[0];
     let query = "?path=%2Ftmp%2Fx%20%26%20y%2Fa%20b%2Ebin&username=root";
     assert!(request.target.ends_with(query), "{}", request.target);
@@ -78,10 +74,7 @@ fn a_full_guest_disk_is_the_failure_though_most_is_not_sent() {
     std::fs::File::create(&file).unwrap().set_len(64 << 20).unwrap();
     for _ in 0..10 {
         let ended = fake.run(&["cp", file.to_str().unwrap(), "sb:/x"]);
-        assert_eq!(
-            (ended.code, ended.stderr.as_str()),
-            (6, "error: no space for '/x'\n")
-        );
+        assert_eq!((ended.code, ended.stderr.as_str()), (6, "error: no space for '/x'\n"));
     }
 }
 
@@ -115,11 +108,7 @@ fn a_copy_that_breaks_off_leaves_the_old_file() {
     let ended = fake.run(&["cp", "sb:/x", target.to_str().unwrap()]);
     assert_eq!(ended.code, 7, "{}", ended.stderr);
     assert_eq!(std::fs::read(&target).unwrap(), b"old");
-    assert_eq!(
-        std::fs::read_dir(&folder).unwrap().count(),
-        1,
-        "no temporary file stays"
-    );
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1, "no temporary file stays");
 }
 
 #[test]
@@ -127,10 +116,7 @@ fn a_missing_guest_file_creates_none_here() {
     let fake = giving(|| answer(404, json!({"code": 404, "message": "path '/x' does not exist"})));
     let target = fake.folder.path().join("x");
     let ended = fake.run(&["cp", "sb:/x", target.to_str().unwrap()]);
-    assert_eq!(
-        (ended.code, ended.stderr.as_str()),
-        (3, "error: path '/x' does not exist\n")
-    );
+    assert_eq!((ended.code, ended.stderr.as_str()), (3, "error: path '/x' does not exist\n"));
     assert!(!target.exists());
 }
 
@@ -143,8 +129,5 @@ fn a_mode_that_was_chosen_here_stays() {
     std::fs::set_permissions(&target, std::fs::Permissions::from_mode(0o600)).unwrap();
     assert_eq!(fake.run(&["cp", "sb:/x", target.to_str().unwrap()]).code, 0);
     assert_eq!(std::fs::read(&target).unwrap(), b"new");
-    assert_eq!(
-        std::fs::metadata(&target).unwrap().permissions().mode() & 0o777,
-        0o600
-    );
+    assert_eq!(std::fs::metadata(&target).unwrap().permissions().mode() & 0o777, 0o600);
 }

@@ -51,13 +51,7 @@ impl Guest {
 
 #[test]
 fn streams_are_apart_and_the_status_is_passed_on() {
-    let ready = vec![
-        started(7),
-        data("stdout", b"out\n"),
-        data("stderr", b"err\n"),
-        exited(3),
-        end_stream(),
-    ];
+    let ready = vec![started(7), data("stdout", b"out\n"), data("stderr", b"err\n"), exited(3), end_stream()];
     let fake = Fake::start(starting(ready));
     let ended = fake.run(&[
         "exec",
@@ -75,10 +69,7 @@ fn streams_are_apart_and_the_status_is_passed_on() {
         "-c",
         "x",
     ]);
-    assert_eq!(
-        (ended.code, ended.stdout.as_str(), ended.stderr.as_str()),
-        (3, "out\n", "err\n")
-    );
+    assert_eq!((ended.code, ended.stdout.as_str(), ended.stderr.as_str()), (3, "out\n", "err\n"));
 
     let request = &fake.requests()[0];
     let process = json!({"cmd": "sh", "args": ["-c", "x"], "envs": {"A": "b=c"}, "cwd": "/srv"});
@@ -94,29 +85,21 @@ fn output_is_shown_as_it_arrives() {
     let guest = Guest::default();
     let go = Arc::new(Notify::new());
     let (first, waiting) = (guest.clone(), go.clone());
-    let routes = guest
-        .route(vec![started(7), data("stdout", b"first\n")])
-        .layer(axum::middleware::from_fn(
-            move |request, next: axum::middleware::Next| {
-                let (first, waiting) = (first.clone(), waiting.clone());
-                async move {
-                    let response = next.run(request).await;
-                    tokio::spawn(async move {
-                        waiting.notified().await;
-                        first
-                            .send(vec![data("stdout", b"second\n"), exited(0), end_stream()])
-                            .await;
-                    });
-                    response
-                }
-            },
-        ));
+    let routes = guest.route(vec![started(7), data("stdout", b"first\n")]).layer(axum::middleware::from_fn(
+        move |request, next: axum::middleware::Next| {
+            let (first, waiting) = (first.clone(), waiting.clone());
+            async move {
+                let response = next.run(request).await;
+                tokio::spawn(async move {
+                    waiting.notified().await;
+                    first.send(vec![data("stdout", b"second\n"), exited(0), end_stream()]).await;
+                });
+                response
+            }
+        },
+    ));
     let fake = Fake::start(routes);
-    let mut child = fake
-        .command(&["exec", "sb", "--", "x"])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut child = fake.command(&["exec", "sb", "--", "x"]).stdout(Stdio::piped()).spawn().unwrap();
     let mut stdout = BufReader::new(child.stdout.take().unwrap());
     let (line_sender, line) = std::sync::mpsc::channel();
     let reading = std::thread::spawn(move || {
@@ -127,11 +110,7 @@ fn output_is_shown_as_it_arrives() {
         stdout.read_to_string(&mut rest).unwrap();
         rest
     });
-    assert_eq!(
-        line.recv_timeout(DEADLINE).unwrap(),
-        "first\n",
-        "while the command still runs"
-    );
+    assert_eq!(line.recv_timeout(DEADLINE).unwrap(), "first\n", "while the command still runs");
     go.notify_one();
     assert_eq!(wait(&mut child).code(), Some(0));
     assert_eq!(reading.join().unwrap(), "second\n");
@@ -146,36 +125,21 @@ fn a_killed_command_shows_128_plus_its_signal() {
 #[test]
 fn bytes_that_are_not_text_pass_unchanged() {
     let bytes: Vec<u8> = (0..=255).cycle().take(300_000).collect();
-    let fake = Fake::start(starting(vec![
-        started(7),
-        data("stdout", &bytes),
-        exited(0),
-        end_stream(),
-    ]));
+    let fake = Fake::start(starting(vec![started(7), data("stdout", &bytes), exited(0), end_stream()]));
     let output = fake.command(&["exec", "sb", "--", "x"]).output().unwrap();
     assert!(output.stdout == bytes);
 }
 
 #[test]
 fn a_timed_out_command_is_told_apart() {
-    let killed = vec![
-        started(7),
-        signalled("killed"),
-        end_stream_error("deadline_exceeded", "process 7 was killed"),
-    ];
-    let without_end = vec![
-        started(7),
-        end_stream_error("deadline_exceeded", "process 7 was killed"),
-    ];
+    let killed =
+        vec![started(7), signalled("killed"), end_stream_error("deadline_exceeded", "process 7 was killed")];
+    let without_end = vec![started(7), end_stream_error("deadline_exceeded", "process 7 was killed")];
     for ready in [killed, without_end] {
         let fake = Fake::start(starting(ready));
         let ended = fake.run(&["exec", "sb", "--timeout", "2s", "--", "sleep", "9"]);
         assert_eq!(ended.code, 124);
-        assert!(
-            ended.stderr.contains("did not end within 2s and was killed"),
-            "{}",
-            ended.stderr
-        );
+        assert!(ended.stderr.contains("did not end within 2s and was killed"), "{}", ended.stderr);
     }
 }
 
@@ -185,13 +149,7 @@ fn a_command_that_does_not_start_says_why() {
     let fake = Fake::start(starting(vec![error]));
     let ended = fake.run(&["exec", "sb", "--", "nope"]);
     assert_eq!(ended.code, 3);
-    assert!(
-        ended
-            .stderr
-            .contains("error starting process 'nope': no such file"),
-        "{}",
-        ended.stderr
-    );
+    assert!(ended.stderr.contains("error starting process 'nope': no such file"), "{}", ended.stderr);
 }
 
 #[test]
@@ -199,10 +157,7 @@ fn an_unknown_sandbox_is_named_with_the_way_out() {
     let fake = Fake::start(Router::new().route(START, post(|| async { not_found("sb") })));
     let ended = fake.run(&["exec", "sb", "--", "x"]);
     assert_eq!((ended.code, ended.stdout.as_str()), (3, ""));
-    assert_eq!(
-        ended.stderr,
-        "error: there is no sandbox sb\nhint: list them with: offshoot ls\n"
-    );
+    assert_eq!(ended.stderr, "error: there is no sandbox sb\nhint: list them with: offshoot ls\n");
 }
 
 #[test]
@@ -213,13 +168,7 @@ fn a_sandbox_that_dies_under_the_command_is_no_success() {
         .route("/sandboxes/sb", get(|| async { answer(200, dead) }));
     let ended = Fake::start(routes).run(&["exec", "sb", "--", "x"]);
     assert_eq!((ended.code, ended.stdout.as_str()), (4, "so far"));
-    assert!(
-        ended
-            .stderr
-            .contains("sandbox sb has died: the guest reset itself"),
-        "{}",
-        ended.stderr
-    );
+    assert!(ended.stderr.contains("sandbox sb has died: the guest reset itself"), "{}", ended.stderr);
 }
 
 #[test]
@@ -253,10 +202,7 @@ fn standard_input_reaches_the_guest_and_ends_there() {
     };
     let routes = guest
         .route(vec![started(7)])
-        .route(
-            "/sandboxes/sb/envd/process.Process/SendInput",
-            post(|| async { answer(200, json!({})) }),
-        )
+        .route("/sandboxes/sb/envd/process.Process/SendInput", post(|| async { answer(200, json!({})) }))
         .route("/sandboxes/sb/envd/process.Process/CloseStdin", post(close));
     let fake = Fake::start(routes);
     let input: Vec<u8> = (0..200_000u32).map(|n| (n % 251) as u8).collect();
@@ -271,17 +217,12 @@ fn standard_input_reaches_the_guest_and_ends_there() {
         sent.extend(decode(&message["input"]["stdin"]));
     }
     assert!(sent == input, "{} of {} bytes", sent.len(), input.len());
-    assert_eq!(
-        fake.requests_to("/CloseStdin")[0].json(),
-        json!({"process": {"pid": 7}})
-    );
+    assert_eq!(fake.requests_to("/CloseStdin")[0].json(), json!({"process": {"pid": 7}}));
 }
 
 fn decode(text: &Value) -> Vec<u8> {
     use base64::Engine;
-    base64::engine::general_purpose::STANDARD
-        .decode(text.as_str().unwrap())
-        .unwrap()
+    base64::engine::general_purpose::STANDARD.decode(text.as_str().unwrap()).unwrap()
 }
 
 /// As the agent answers: only termination and kill are in the protocol.
@@ -292,10 +233,7 @@ fn with_signals(routes: Router, guest: &Guest) -> Router {
             Some("SIGNAL_SIGTERM") => guest.send(vec![signalled("terminated"), end_stream()]).await,
             Some("SIGNAL_SIGKILL") => guest.send(vec![signalled("killed"), end_stream()]).await,
             _ => {
-                return answer(
-                    400,
-                    json!({"code": "invalid_argument", "message": "cannot be sent"}),
-                );
+                return answer(400, json!({"code": "invalid_argument", "message": "cannot be sent"}));
             }
         }
         answer(200, json!({}))
@@ -305,36 +243,21 @@ fn with_signals(routes: Router, guest: &Guest) -> Router {
 
 fn signal_once_started(signal: Signal) -> (i32, Vec<Value>) {
     let guest = Guest::default();
-    let fake = Fake::start(with_signals(
-        guest.route(vec![started(7), data("stdout", b"up\n")]),
-        &guest,
-    ));
-    let mut child = fake
-        .command(&["exec", "sb", "--", "x"])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let fake = Fake::start(with_signals(guest.route(vec![started(7), data("stdout", b"up\n")]), &guest));
+    let mut child = fake.command(&["exec", "sb", "--", "x"]).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
-    BufReader::new(child.stdout.take().unwrap())
-        .read_line(&mut line)
-        .unwrap();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     kill_process(Pid::from_child(&child), signal).unwrap();
     let code = wait(&mut child).code().unwrap();
-    let sent = fake
-        .requests_to("/SendSignal")
-        .iter()
-        .map(|request| request.json()["signal"].clone())
-        .collect();
+    let sent =
+        fake.requests_to("/SendSignal").iter().map(|request| request.json()["signal"].clone()).collect();
     (code, sent)
 }
 
 #[test]
 fn an_interrupt_becomes_what_the_guest_understands() {
     let (code, sent) = signal_once_started(Signal::INT);
-    assert_eq!(
-        (code, sent),
-        (143, vec![json!("SIGNAL_SIGINT"), json!("SIGNAL_SIGTERM")])
-    );
+    assert_eq!((code, sent), (143, vec![json!("SIGNAL_SIGINT"), json!("SIGNAL_SIGTERM")]));
 }
 
 #[test]
@@ -364,10 +287,7 @@ fn a_reader_that_goes_away_ends_the_command_without_a_panic() {
     runtime.block_on(endless.send(vec![data("stdout", b"y\n")]));
     assert_eq!(wait(&mut child).code(), Some(141));
     assert_eq!(stderr.join().unwrap(), "");
-    assert!(
-        !fake.requests_to("/SendSignal").is_empty(),
-        "the command does not run on unseen"
-    );
+    assert!(!fake.requests_to("/SendSignal").is_empty(), "the command does not run on unseen");
 }
 
 #[test]
@@ -376,9 +296,5 @@ fn a_torn_message_is_not_taken_for_an_end() {
     torn.extend_from_slice(&data("stdout", b"whole")[..9]);
     let ended = Fake::start(starting(vec![torn])).run(&["exec", "sb", "--", "x"]);
     assert_eq!(ended.code, 8);
-    assert!(
-        ended.stderr.contains("ends in the middle of a message"),
-        "{}",
-        ended.stderr
-    );
+    assert!(ended.stderr.contains("ends in the middle of a message"), "{}", ended.stderr);
 }

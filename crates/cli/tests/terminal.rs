@@ -64,11 +64,7 @@ impl Terminal {
         grantpt(&ours).unwrap();
         unlockpt(&ours).unwrap();
         let name = ptsname(&ours, Vec::new()).unwrap();
-        let theirs = File::options()
-            .read(true)
-            .write(true)
-            .open(name.to_str().unwrap())
-            .unwrap();
+        let theirs = File::options().read(true).write(true).open(name.to_str().unwrap()).unwrap();
         let ours = File::from(ours);
         let screen: Arc<Mutex<Vec<u8>>> = Arc::default();
         let (mut reader, shown) = (ours.try_clone().unwrap(), screen.clone());
@@ -82,23 +78,11 @@ impl Terminal {
     }
 
     fn size(&self, cols: u16, rows: u16) {
-        tcsetwinsize(
-            &self.ours,
-            Winsize {
-                ws_row: rows,
-                ws_col: cols,
-                ws_xpixel: 0,
-                ws_ypixel: 0,
-            },
-        )
-        .unwrap();
+        tcsetwinsize(&self.ours, Winsize { ws_row: rows, ws_col: cols, ws_xpixel: 0, ws_ypixel: 0 }).unwrap();
     }
 
     fn is_raw(&self) -> bool {
-        !tcgetattr(&self.theirs)
-            .unwrap()
-            .local_modes
-            .contains(LocalModes::ICANON)
+        !tcgetattr(&self.theirs).unwrap().local_modes.contains(LocalModes::ICANON)
     }
 
     fn shows(&self, text: &str) -> bool {
@@ -107,13 +91,7 @@ impl Terminal {
 
     fn spawn(&self, fake: &Fake, args: &[&str]) -> Child {
         let end = || Stdio::from(self.theirs.try_clone().unwrap());
-        fake.command(args)
-            .stdin(end())
-            .stdout(end())
-            .stderr(end())
-            .env("TERM", "vt100")
-            .spawn()
-            .unwrap()
+        fake.command(args).stdin(end()).stdout(end()).stderr(end()).env("TERM", "vt100").spawn().unwrap()
     }
 }
 
@@ -123,20 +101,14 @@ fn keys_and_sizes_reach_the_guest_and_its_status_comes_back() {
     let terminal = Terminal::open();
     terminal.size(100, 30);
     let mut child = terminal.spawn(&fake, &["shell", "sb"]);
-    until("a prompt in raw mode", || {
-        terminal.shows("$ ") && terminal.is_raw()
-    });
+    until("a prompt in raw mode", || terminal.shows("$ ") && terminal.is_raw());
     (&terminal.ours).write_all(b"ab\x03").unwrap();
-    until("the echo, an interrupt being just a key", || {
-        terminal.shows("ab\x03")
-    });
+    until("the echo, an interrupt being just a key", || terminal.shows("ab\x03"));
     terminal.size(120, 40);
     kill_process(Pid::from_child(&child), Signal::WINCH).unwrap();
     until("the new size", || {
         let sizes = fake.requests_to("/Update");
-        sizes
-            .last()
-            .is_some_and(|request| request.json()["pty"]["size"] == json!({"cols": 120, "rows": 40}))
+        sizes.last().is_some_and(|request| request.json()["pty"]["size"] == json!({"cols": 120, "rows": 40}))
     });
     (&terminal.ours).write_all(b"q").unwrap();
     assert_eq!(wait(&mut child).code(), Some(4));
@@ -153,43 +125,27 @@ fn termination_gives_the_terminal_back_and_hangs_up_in_the_guest() {
     let fake = guest();
     let terminal = Terminal::open();
     let mut child = terminal.spawn(&fake, &["shell", "sb", "top", "-b"]);
-    until("a prompt in raw mode", || {
-        terminal.shows("$ ") && terminal.is_raw()
-    });
+    until("a prompt in raw mode", || terminal.shows("$ ") && terminal.is_raw());
     kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
     assert_eq!(wait(&mut child).code(), Some(143));
     assert!(!terminal.is_raw());
-    assert_eq!(
-        fake.requests_to("/SendSignal")[0].json()["signal"],
-        "SIGNAL_SIGHUP"
-    );
+    assert_eq!(fake.requests_to("/SendSignal")[0].json()["signal"], "SIGNAL_SIGHUP");
     let process = &fake.requests_to("/Start")[0].envelope()["process"];
-    assert_eq!(
-        (&process["cmd"], &process["args"]),
-        (&json!("top"), &json!(["-b"]))
-    );
+    assert_eq!((&process["cmd"], &process["args"]), (&json!("top"), &json!(["-b"])));
 }
 
 #[test]
 fn a_stream_that_breaks_gives_the_terminal_back() {
     let routes = Router::new()
-        .route(
-            &format!("{SERVICE}/Start"),
-            post(|| async { chunks(CONNECT, vec![started(7)]) }),
-        )
-        .route(
-            &format!("{SERVICE}/Update"),
-            post(|| async { answer(200, json!({})) }),
-        )
+        .route(&format!("{SERVICE}/Start"), post(|| async { chunks(CONNECT, vec![started(7)]) }))
+        .route(&format!("{SERVICE}/Update"), post(|| async { answer(200, json!({})) }))
         .route("/sandboxes/sb", axum::routing::get(|| async { not_found("sb") }));
     let fake = Fake::start(routes);
     let terminal = Terminal::open();
     let mut child = terminal.spawn(&fake, &["shell", "sb"]);
     assert_eq!(wait(&mut child).code(), Some(3));
     assert!(!terminal.is_raw());
-    until("the reason", || {
-        terminal.shows("error: there is no sandbox sb\r\n")
-    });
+    until("the reason", || terminal.shows("error: there is no sandbox sb\r\n"));
 }
 
 #[test]
@@ -217,43 +173,24 @@ fn bars_are_drawn_on_a_terminal_and_results_stay_apart() {
         });
         streamed("application/x-ndjson", receiver)
     };
-    let routes = Router::new().route("/templates", post(slowly)).route(
-        "/sandboxes/sb/envd/files",
-        axum::routing::get(|| async { vec![0_u8; 9_000_000] }),
-    );
+    let routes = Router::new()
+        .route("/templates", post(slowly))
+        .route("/sandboxes/sb/envd/files", axum::routing::get(|| async { vec![0_u8; 9_000_000] }));
     let fake = Fake::start(routes);
     let terminal = Terminal::open();
     terminal.size(100, 30);
     let run = |args: &[&str]| {
         let stderr = Stdio::from(terminal.theirs.try_clone().unwrap());
-        let mut child = fake
-            .command(args)
-            .env("TERM", "xterm")
-            .stdout(Stdio::piped())
-            .stderr(stderr)
-            .spawn()
-            .unwrap();
+        let mut child =
+            fake.command(args).env("TERM", "xterm").stdout(Stdio::piped()).stderr(stderr).spawn().unwrap();
         let stdout = collect(child.stdout.take().unwrap());
         assert_eq!(wait(&mut child).code(), Some(0));
         stdout.join().unwrap()
     };
     let warm = fake.folder.path().join("warm.py");
     std::fs::write(&warm, "").unwrap();
-    assert_eq!(
-        run(&[
-            "template",
-            "build",
-            "py",
-            "--image",
-            "deb",
-            "--warm",
-            warm.to_str().unwrap()
-        ]),
-        "py\n"
-    );
-    until("the step on the terminal", || {
-        terminal.shows("boot: kernel up") && terminal.shows("1/2")
-    });
+    assert_eq!(run(&["template", "build", "py", "--image", "deb", "--warm", warm.to_str().unwrap()]), "py\n");
+    until("the step on the terminal", || terminal.shows("boot: kernel up") && terminal.shows("1/2"));
     until("the remark", || terminal.shows("made template py in"));
     assert_eq!(run(&["cp", "sb:/x", "-"]).len(), 9_000_000);
     until("the remark", || terminal.shows("copied 8.6 MiB from sb:/x"));

@@ -15,12 +15,7 @@ use rustix::fs::{FlockOperation, Mode, flock};
 pub(crate) fn lock_run_dir(run_dir: &Path) -> anyhow::Result<File> {
     make_dir(run_dir)?;
     let path = run_dir.join("lock");
-    let file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(&path);
+    let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
     let file = file.with_context(|| format!("open {}", path.display()))?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),
@@ -51,10 +46,7 @@ pub(crate) fn bind(socket: &Path) -> anyhow::Result<UnixListener> {
             bail!("{} is no socket; choose another --socket", socket.display());
         }
         if UnixStream::connect(socket).is_ok() {
-            bail!(
-                "another daemon answers on {}; stop it, or choose another --socket",
-                socket.display()
-            );
+            bail!("another daemon answers on {}; stop it, or choose another --socket", socket.display());
         }
         std::fs::remove_file(socket).with_context(|| format!("remove the stale {}", socket.display()))?;
     }

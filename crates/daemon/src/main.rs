@@ -49,10 +49,7 @@ fn run(flags: Flags) -> anyhow::Result<()> {
     let lock = listener::lock_run_dir(&plan.host.run_dir)?;
     // Before there are threads: it changes the umask for a moment.
     let listener = listener::bind(&plan.socket)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.context("start the async runtime")?;
     let listener = {
         let _guard = runtime.enter();
@@ -66,10 +63,7 @@ fn run(flags: Flags) -> anyhow::Result<()> {
     let _ = std::fs::remove_file(&plan.socket);
     runtime.shutdown_timeout(LAST_ANSWERS);
     drop(lock);
-    anyhow::ensure!(
-        quiet,
-        "some sandboxes did not end in time; the kernel ends them with this process"
-    );
+    anyhow::ensure!(quiet, "some sandboxes did not end in time; the kernel ends them with this process");
     served
 }
 
@@ -89,10 +83,7 @@ async fn serve(listener: tokio::net::UnixListener, host: Arc<Host>) -> anyhow::R
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
-    let wanted = Rlimit {
-        current: limit.maximum,
-        maximum: limit.maximum,
-    };
+    let wanted = Rlimit { current: limit.maximum, maximum: limit.maximum };
     if let Err(error) = setrlimit(Resource::Nofile, wanted) {
         tracing::warn!(%error, "cannot raise the limit of open files; many sandboxes will not fit");
     }

@@ -85,11 +85,7 @@ impl Plan {
         host.stop_timeout = Duration::from_millis(flags.stop_timeout_ms);
         host.max_forks_in_flight = flags.max_forks_in_flight;
         host.max_children = flags.max_children;
-        Ok(Self {
-            socket,
-            log: flags.log,
-            host,
-        })
+        Ok(Self { socket, log: flags.log, host })
     }
 }
 

@@ -37,29 +37,15 @@ impl Answer {
 
 fn fake_vmm() -> PathBuf {
     let daemon = Path::new(env!("CARGO_BIN_EXE_offshootd"));
-    let path = daemon
-        .parent()
-        .expect("a directory")
-        .join("examples/daemon-fake-vmm");
-    assert!(
-        path.exists(),
-        "{} is missing: `cargo build -p offshoot-daemon --examples`",
-        path.display()
-    );
+    let path = daemon.parent().expect("a directory").join("examples/daemon-fake-vmm");
+    assert!(path.exists(), "{} is missing: `cargo build -p offshoot-daemon --examples`", path.display());
     path
 }
 
 fn command(dir: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_offshootd"));
-    command
-        .arg("--run-dir")
-        .arg(dir.join("run"))
-        .arg("--state-dir")
-        .arg(dir.join("state"));
-    command
-        .arg("--vmm")
-        .arg(fake_vmm())
-        .args(["--identity-timeout-ms", "3000", "--log", "warn"]);
+    command.arg("--run-dir").arg(dir.join("run")).arg("--state-dir").arg(dir.join("state"));
+    command.arg("--vmm").arg(fake_vmm()).args(["--identity-timeout-ms", "3000", "--log", "warn"]);
     command.env_remove("OFFSHOOT_SOCKET").env_remove("OFFSHOOT_LOG");
     command
 }
@@ -124,18 +110,11 @@ impl Daemon {
     }
 
     fn create(&self, count: u32) -> Answer {
-        self.call(
-            "POST",
-            "/sandboxes",
-            &json!({ "template": "t", "count": count }).to_string(),
-        )
+        self.call("POST", "/sandboxes", &json!({ "template": "t", "count": count }).to_string())
     }
 
     fn one(&self) -> String {
-        self.create(1).json()["results"][0]["ok"]["id"]
-            .as_str()
-            .unwrap()
-            .to_owned()
+        self.create(1).json()["results"][0]["ok"]["id"].as_str().unwrap().to_owned()
     }
 
     fn terminate(&mut self) -> std::process::ExitStatus {
@@ -165,16 +144,10 @@ fn answer(mut stream: UnixStream) -> Answer {
     let mut bytes = Vec::new();
     stream.read_to_end(&mut bytes).unwrap();
     let text = String::from_utf8(bytes).unwrap();
-    let (head, body) = text
-        .split_once("\r\n\r\n")
-        .unwrap_or_else(|| panic!("no head: {text:?}"));
+    let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head: {text:?}"));
     let status = head.split(' ').nth(1).unwrap().parse().unwrap();
     let head = head.to_ascii_lowercase();
-    let body = if head.contains("transfer-encoding: chunked") {
-        unchunk(body)
-    } else {
-        body.to_owned()
-    };
+    let body = if head.contains("transfer-encoding: chunked") { unchunk(body) } else { body.to_owned() };
     Answer { status, head, body }
 }
 
@@ -218,30 +191,9 @@ fn wrong_requests_are_answered_in_the_errors_shape() {
         assert_eq!(error["code"], code, "{error}");
         assert!(error["message"].as_str().unwrap().contains(names), "{error}");
     };
-    check(
-        "POST",
-        "/sandboxes",
-        "{\"template\":",
-        400,
-        "bad_json",
-        "line 1 column",
-    );
-    check(
-        "POST",
-        "/sandboxes",
-        "{\"template\":\"t\",\"colour\":1}",
-        400,
-        "bad_json",
-        "colour",
-    );
-    check(
-        "POST",
-        "/sandboxes",
-        "{\"template\":\"none\"}",
-        404,
-        "template_not_found",
-        "none",
-    );
+    check("POST", "/sandboxes", "{\"template\":", 400, "bad_json", "line 1 column");
+    check("POST", "/sandboxes", "{\"template\":\"t\",\"colour\":1}", 400, "bad_json", "colour");
+    check("POST", "/sandboxes", "{\"template\":\"none\"}", 404, "template_not_found", "none");
     check(
         "POST",
         "/images",
@@ -252,26 +204,12 @@ fn wrong_requests_are_answered_in_the_errors_shape() {
     );
     check("GET", "/sandboxes/none", "", 404, "sandbox_not_found", "none");
     check("GET", "/sandboxes/none/logs?tail=3", "", 400, "bad_query", "tail");
-    check(
-        "DELETE",
-        "/templates/none?force=true",
-        "",
-        404,
-        "template_not_found",
-        "none",
-    );
+    check("DELETE", "/templates/none?force=true", "", 404, "template_not_found", "none");
     check("DELETE", "/images/Bad", "", 400, "bad_name", "Bad");
     check("GET", "/images/none", "", 404, "image_not_found", "none");
     check("GET", "/nowhere", "", 404, "route_not_found", "nowhere");
     check("PUT", "/tree", "", 405, "method_not_allowed", "PUT");
-    check(
-        "GET",
-        "/sandboxes/none/envd/health",
-        "",
-        404,
-        "sandbox_not_found",
-        "none",
-    );
+    check("GET", "/sandboxes/none/envd/health", "", 404, "sandbox_not_found", "none");
 }
 
 #[test]
@@ -280,26 +218,15 @@ fn a_template_is_built_cloned_forked_and_removed() {
     daemon.template("");
     let images = daemon.call("GET", "/images", "").json();
     assert_eq!(images["images"][0]["name"], "base");
-    assert_eq!(
-        daemon.call("DELETE", "/images/base", "").json()["code"],
-        "image_in_use"
-    );
+    assert_eq!(daemon.call("DELETE", "/images/base", "").json()["code"], "image_in_use");
     let created = daemon.create(3);
     assert_eq!(created.status, 200);
     let clone = created.json()["results"][1]["ok"].clone();
-    assert_eq!(
-        (&clone["state"], &clone["template"]),
-        (&json!("running"), &json!("t"))
-    );
-    assert!(
-        clone["stop_lines"]["identity_applied_ms"].as_f64().unwrap() > 0.0,
-        "{clone}"
-    );
+    assert_eq!((&clone["state"], &clone["template"]), (&json!("running"), &json!("t")));
+    assert!(clone["stop_lines"]["identity_applied_ms"].as_f64().unwrap() > 0.0, "{clone}");
     assert!(clone["memory"]["rss_kib"].as_u64().unwrap() > 0, "{clone}");
     let id = clone["id"].as_str().unwrap();
-    let forked = daemon
-        .call("POST", &format!("/sandboxes/{id}/fork"), "{\"count\":2}")
-        .json();
+    let forked = daemon.call("POST", &format!("/sandboxes/{id}/fork"), "{\"count\":2}").json();
     assert!(forked["times"]["pause_ms"].is_f64(), "{forked}");
     assert_eq!(forked["results"][1]["ok"]["parent"], clone["id"]);
     let template = daemon.call("GET", "/templates/t", "").json();
@@ -310,20 +237,11 @@ fn a_template_is_built_cloned_forked_and_removed() {
     let logs = daemon.call("GET", &format!("/sandboxes/{id}/logs?tail_bytes=100"), "");
     assert!(logs.head.contains("text/plain"), "{}", logs.head);
     let in_use = daemon.call("DELETE", "/templates/t", "");
-    assert_eq!(
-        (in_use.status, &in_use.json()["code"]),
-        (409, &json!("template_in_use"))
-    );
+    assert_eq!((in_use.status, &in_use.json()["code"]), (409, &json!("template_in_use")));
     assert_eq!(daemon.call("DELETE", &format!("/sandboxes/{id}"), "").status, 204);
     wait_gone(&clone["pid"]);
     assert_eq!(daemon.call("DELETE", "/templates/t?force=true", "").status, 204);
-    assert_eq!(
-        daemon.call("GET", "/sandboxes", "").json()["sandboxes"]
-            .as_array()
-            .unwrap()
-            .len(),
-        4
-    );
+    assert_eq!(daemon.call("GET", "/sandboxes", "").json()["sandboxes"].as_array().unwrap().len(), 4);
 }
 
 #[test]
@@ -349,10 +267,7 @@ fn a_refused_fork_has_one_error_for_each_child_and_no_times() {
     let body = answer.json();
     assert_eq!(body["results"][1]["error"]["code"], "vmm_refused", "{body}");
     assert!(body.get("times").is_none(), "{body}");
-    assert_eq!(
-        daemon.call("GET", &format!("/sandboxes/{id}"), "").json()["state"],
-        "running"
-    );
+    assert_eq!(daemon.call("GET", &format!("/sandboxes/{id}"), "").json()["state"], "running");
 }
 
 #[test]
@@ -361,17 +276,8 @@ fn a_late_identity_is_an_error_that_says_so() {
     daemon.template("fake.mute_child=0");
     let error = daemon.create(1).json()["results"][0]["error"].clone();
     assert_eq!(error["code"], "identity_not_applied");
-    assert!(
-        error["message"]
-            .as_str()
-            .unwrap()
-            .contains("was not acknowledged within 3 s"),
-        "{error}"
-    );
-    assert_eq!(
-        daemon.call("GET", "/sandboxes", "").json()["sandboxes"],
-        json!([])
-    );
+    assert!(error["message"].as_str().unwrap().contains("was not acknowledged within 3 s"), "{error}");
+    assert_eq!(daemon.call("GET", "/sandboxes", "").json()["sandboxes"], json!([]));
 }
 
 #[test]
@@ -382,19 +288,10 @@ fn progress_comes_line_by_line_and_ends_with_an_error_in_shape() {
     let answer = daemon.call("POST", "/templates", &body.to_string());
     assert_eq!(answer.status, 200);
     let first: Value = serde_json::from_str(answer.body.lines().next().unwrap()).unwrap();
-    assert_eq!(
-        (&first["type"], &first["step"]),
-        (&json!("progress"), &json!("boot"))
-    );
+    assert_eq!((&first["type"], &first["step"]), (&json!("progress"), &json!("boot")));
     let outcome = answer.outcome();
     assert_eq!(outcome["error"]["code"], "warm_failed", "{outcome}");
-    assert!(
-        outcome["error"]["message"]
-            .as_str()
-            .unwrap()
-            .contains("ValueError"),
-        "{outcome}"
-    );
+    assert!(outcome["error"]["message"].as_str().unwrap().contains("ValueError"), "{outcome}");
 }
 
 #[test]
@@ -412,10 +309,7 @@ fn a_build_whose_client_goes_away_is_cancelled() {
     )
     .unwrap();
     let mut lines = BufReader::new(&stream).lines();
-    lines
-        .find(|line| line.as_ref().unwrap().contains("\"warm\""))
-        .unwrap()
-        .unwrap();
+    lines.find(|line| line.as_ref().unwrap().contains("\"warm\"")).unwrap().unwrap();
     drop(lines);
     drop(stream);
     let until = Instant::now() + PATIENCE;
@@ -425,10 +319,7 @@ fn a_build_whose_client_goes_away_is_cancelled() {
         std::thread::sleep(Duration::from_millis(20));
     }
     let body = json!({ "name": "t", "image": "base" });
-    assert_eq!(
-        daemon.call("POST", "/templates", &body.to_string()).outcome()["type"],
-        "result"
-    );
+    assert_eq!(daemon.call("POST", "/templates", &body.to_string()).outcome()["type"], "result");
 }
 
 #[test]
@@ -438,21 +329,9 @@ fn the_proxy_forwards_path_and_query_and_keeps_hop_headers() {
     let id = daemon.one();
     let answer = daemon.call("GET", &format!("/sandboxes/{id}/envd/files?path=%2Fetc"), "");
     assert_eq!(answer.status, 200);
-    assert!(
-        answer.body.starts_with("GET /files?path=%2Fetc HTTP/1.1"),
-        "{}",
-        answer.body
-    );
-    assert!(
-        !answer.body.to_ascii_lowercase().contains("x-hop"),
-        "{}",
-        answer.body
-    );
-    assert!(
-        answer.head.contains("x-guest: yes") && !answer.head.contains("keep-alive"),
-        "{}",
-        answer.head
-    );
+    assert!(answer.body.starts_with("GET /files?path=%2Fetc HTTP/1.1"), "{}", answer.body);
+    assert!(!answer.body.to_ascii_lowercase().contains("x-hop"), "{}", answer.body);
+    assert!(answer.head.contains("x-guest: yes") && !answer.head.contains("keep-alive"), "{}", answer.head);
 }
 
 #[test]
@@ -489,12 +368,7 @@ fn a_guest_that_closes_early_is_502_and_a_dead_one_409() {
     daemon.template("");
     let id = daemon.one();
     let closed = daemon.call("GET", &format!("/sandboxes/{id}/envd/close"), "");
-    assert_eq!(
-        (closed.status, &closed.json()["kind"]),
-        (502, &json!("state")),
-        "{}",
-        closed.body
-    );
+    assert_eq!((closed.status, &closed.json()["kind"]), (502, &json!("state")), "{}", closed.body);
     daemon.call("GET", &format!("/sandboxes/{id}/envd/panic"), "");
     let until = Instant::now() + PATIENCE;
     let dead = loop {
@@ -507,10 +381,7 @@ fn a_guest_that_closes_early_is_502_and_a_dead_one_409() {
     };
     assert!(dead["cause"].as_str().unwrap().contains("Kernel panic"), "{dead}");
     let answer = daemon.call("GET", &format!("/sandboxes/{id}/envd/x"), "");
-    assert_eq!(
-        (answer.status, &answer.json()["code"]),
-        (409, &json!("sandbox_not_running"))
-    );
+    assert_eq!((answer.status, &answer.json()["code"]), (409, &json!("sandbox_not_running")));
 }
 
 #[test]
@@ -518,19 +389,12 @@ fn sigterm_leaves_nothing() {
     let mut daemon = Daemon::start();
     daemon.template("");
     let created = daemon.create(3).json();
-    let pids: Vec<Value> = (0..3)
-        .map(|i| created["results"][i]["ok"]["pid"].clone())
-        .collect();
+    let pids: Vec<Value> = (0..3).map(|i| created["results"][i]["ok"]["pid"].clone()).collect();
     assert!(pids.iter().all(alive));
     assert!(daemon.terminate().success());
     pids.iter().for_each(wait_gone);
     assert!(!daemon.socket().exists());
-    assert_eq!(
-        std::fs::read_dir(daemon.dir.path().join("run/sandboxes"))
-            .unwrap()
-            .count(),
-        0
-    );
+    assert_eq!(std::fs::read_dir(daemon.dir.path().join("run/sandboxes")).unwrap().count(), 0);
 }
 
 #[test]
@@ -546,36 +410,20 @@ fn a_killed_daemon_takes_its_sandboxes_along_and_the_next_one_starts_clean() {
     let next = Daemon::start_in(dir);
     assert_eq!(next.call("GET", "/sandboxes", "").json()["sandboxes"], json!([]));
     assert_eq!(next.call("GET", "/images/base", "").status, 200);
-    assert_eq!(
-        std::fs::read_dir(next.dir.path().join("run/sandboxes"))
-            .unwrap()
-            .count(),
-        0
-    );
+    assert_eq!(std::fs::read_dir(next.dir.path().join("run/sandboxes")).unwrap().count(), 0);
 }
 
 #[test]
 fn a_second_daemon_is_refused_and_the_first_lives() {
     let daemon = Daemon::start();
-    let second = command(daemon.dir.path())
-        .stderr(Stdio::piped())
-        .output()
-        .unwrap();
+    let second = command(daemon.dir.path()).stderr(Stdio::piped()).output().unwrap();
     assert!(!second.status.success());
     let said = String::from_utf8_lossy(&second.stderr);
     assert!(said.contains("another offshootd runs"), "{said}");
     let mut other = command(&daemon.dir.path().join("other"));
-    let second = other
-        .arg("--socket")
-        .arg(daemon.socket())
-        .stderr(Stdio::piped())
-        .output()
-        .unwrap();
+    let second = other.arg("--socket").arg(daemon.socket()).stderr(Stdio::piped()).output().unwrap();
     let said = String::from_utf8_lossy(&second.stderr);
-    assert!(
-        !second.status.success() && said.contains("another daemon answers"),
-        "{said}"
-    );
+    assert!(!second.status.success() && said.contains("another daemon answers"), "{said}");
     assert_eq!(daemon.call("GET", "/health", "").status, 200);
     use std::os::unix::fs::PermissionsExt;
     let mode = std::fs::metadata(daemon.socket()).unwrap().permissions().mode();

@@ -49,12 +49,8 @@ impl Memory {
 }
 
 fn field_kib(text: &str, name: &str) -> u64 {
-    let value = text
-        .lines()
-        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-    value
-        .and_then(|rest| rest.split_whitespace().next()?.parse().ok())
-        .unwrap_or(0)
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    value.and_then(|rest| rest.split_whitespace().next()?.parse().ok()).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -69,13 +65,8 @@ mod tests {
     #[test]
     fn fields_are_matched_by_their_whole_name() {
         let memory = Memory::parse(ROLLUP, "Name:\tx\nVmPTE:\t      84 kB\n");
-        let expected = Memory {
-            rss_kib: 5120,
-            pss_kib: 2100,
-            private_kib: 2104,
-            shared_kib: 3020,
-            page_table_kib: 84,
-        };
+        let expected =
+            Memory { rss_kib: 5120, pss_kib: 2100, private_kib: 2104, shared_kib: 3020, page_table_kib: 84 };
         assert_eq!(memory, expected);
     }
 

@@ -114,17 +114,11 @@ impl AgentClient {
     /// # Errors
     /// Fails where the VMM or the guest refuses, or the deadline passes.
     pub fn connect(vsock: &Path, deadline: Deadline) -> Result<Self, AgentError> {
-        let stream = connect_stream(vsock, deadline).map_err(|source| AgentError::Connect {
-            path: vsock.to_owned(),
-            source,
-        })?;
+        let stream = connect_stream(vsock, deadline)
+            .map_err(|source| AgentError::Connect { path: vsock.to_owned(), source })?;
         let mut client = Self { stream };
         let port = ports::HOST_ONLY;
-        client.write(
-            format!("CONNECT {port}\n").as_bytes(),
-            "accept a connection",
-            deadline,
-        )?;
+        client.write(format!("CONNECT {port}\n").as_bytes(), "accept a connection", deadline)?;
         match client.read_line(MAX_CONNECT_BYTES, "accept a connection", deadline) {
             Ok(line) if line.starts_with(b"OK ") => Ok(client),
             Ok(_) | Err(AgentError::Broken { .. }) => Err(AgentError::Refused { port }),
@@ -150,14 +144,10 @@ impl AgentClient {
     pub fn apply(&mut self, identity: Identity, deadline: Deadline) -> Result<Vec<String>, AgentError> {
         let wanted = identity.generation;
         match self.call(&HostRequest::Identity(identity), "apply its identity", deadline)? {
-            HostReply::IdentityApplied {
-                generation,
-                failed_hooks,
-                ..
-            } if generation == wanted => Ok(failed_hooks),
-            _ => Err(AgentError::Unexpected {
-                doing: "its identity",
-            }),
+            HostReply::IdentityApplied { generation, failed_hooks, .. } if generation == wanted => {
+                Ok(failed_hooks)
+            }
+            _ => Err(AgentError::Unexpected { doing: "its identity" }),
         }
     }
 
@@ -213,9 +203,7 @@ impl AgentClient {
 
     fn write(&mut self, mut bytes: &[u8], doing: &'static str, deadline: Deadline) -> Result<(), AgentError> {
         while !bytes.is_empty() {
-            self.stream
-                .set_write_timeout(Some(left(deadline, doing)?))
-                .map_err(|e| broken(doing, e))?;
+            self.stream.set_write_timeout(Some(left(deadline, doing)?)).map_err(|e| broken(doing, e))?;
             let written = self.stream.write(bytes).map_err(|e| broken(doing, e))?;
             bytes = &bytes[written..];
         }
@@ -232,9 +220,7 @@ impl AgentClient {
         let mut line = Vec::new();
         let mut block = [0u8; 4096];
         loop {
-            self.stream
-                .set_read_timeout(Some(left(deadline, doing)?))
-                .map_err(|e| broken(doing, e))?;
+            self.stream.set_read_timeout(Some(left(deadline, doing)?)).map_err(|e| broken(doing, e))?;
             let read = match self.stream.read(&mut block) {
                 Ok(0) => return Err(broken(doing, io::ErrorKind::UnexpectedEof.into())),
                 Ok(read) => read,
@@ -255,11 +241,7 @@ impl AgentClient {
 
 fn left(deadline: Deadline, doing: &'static str) -> Result<Duration, AgentError> {
     let left = deadline.left();
-    if left.is_zero() {
-        Err(AgentError::TimedOut { doing })
-    } else {
-        Ok(left)
-    }
+    if left.is_zero() { Err(AgentError::TimedOut { doing }) } else { Ok(left) }
 }
 
 fn broken(doing: &'static str, source: io::Error) -> AgentError {
@@ -360,11 +342,7 @@ fn try_identity(
     agent.ping(attempt)?;
     let replied_ns = crate::clock::monotonic_ns();
     let failed_hooks = agent.apply(fresh_identity(of), deadline)?;
-    Ok(IdentityTimes {
-        replied_ns,
-        applied_ns: crate::clock::monotonic_ns(),
-        failed_hooks,
-    })
+    Ok(IdentityTimes { replied_ns, applied_ns: crate::clock::monotonic_ns(), failed_hooks })
 }
 
 #[cfg(test)]
@@ -375,18 +353,12 @@ mod tests {
     #[test]
     fn every_identity_is_its_own() {
         let env = Default::default();
-        let of = IdentityOf {
-            sandbox_id: "a",
-            generation: 1,
-            env: &env,
-        };
+        let of = IdentityOf { sandbox_id: "a", generation: 1, env: &env };
         let (one, two) = (fresh_identity(&of), fresh_identity(&of));
         assert_ne!(one.entropy_base64, two.entropy_base64);
         assert_ne!(one.machine_id, two.machine_id);
         assert_eq!(one.machine_id.len(), 32);
-        let raw = base64::engine::general_purpose::STANDARD
-            .decode(&one.entropy_base64)
-            .unwrap();
+        let raw = base64::engine::general_purpose::STANDARD.decode(&one.entropy_base64).unwrap();
         assert_eq!(raw.len(), ENTROPY_BYTES);
     }
 

@@ -45,11 +45,7 @@ impl Deadline {
 /// The moment as RFC 3339 in UTC, whole seconds.
 pub fn rfc3339(unix_seconds: u64) -> String {
     let days = unix_seconds / 86_400;
-    let (hour, minute, second) = (
-        unix_seconds / 3600 % 24,
-        unix_seconds / 60 % 60,
-        unix_seconds % 60,
-    );
+    let (hour, minute, second) = (unix_seconds / 3600 % 24, unix_seconds / 60 % 60, unix_seconds % 60);
     // Days to civil date over eras of 400 years that begin on 1 March (146,097 days each).
     let shifted = days + 719_468;
     let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
@@ -57,11 +53,7 @@ pub fn rfc3339(unix_seconds: u64) -> String {
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let month_from_march = (5 * day_of_year + 2) / 153;
     let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 {
-        month_from_march + 3
-    } else {
-        month_from_march - 9
-    };
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
     let year = era * 400 + year_of_era + u64::from(month <= 2);
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
 }
@@ -88,10 +80,6 @@ mod tests {
         let deadline = Deadline::after(Duration::ZERO);
         assert!(deadline.is_over());
         assert!(!Deadline::after(Duration::from_secs(60)).is_over());
-        assert!(
-            Deadline::after(Duration::from_secs(60))
-                .at_most(Duration::ZERO)
-                .is_over()
-        );
+        assert!(Deadline::after(Duration::from_secs(60)).at_most(Duration::ZERO).is_over());
     }
 }

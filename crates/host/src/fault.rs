@@ -39,12 +39,7 @@ impl Report {
             message.push_str(&inner.to_string());
             source = inner.source();
         }
-        Self {
-            code: fault.code().to_owned(),
-            kind: fault.kind(),
-            message,
-            hint: fault.hint(),
-        }
+        Self { code: fault.code().to_owned(), kind: fault.kind(), message, hint: fault.hint() }
     }
 }
 

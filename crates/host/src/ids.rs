@@ -33,10 +33,7 @@ pub fn sandbox_id() -> String {
 
 /// 128 random bits as 32 lower-case hexadecimal digits: a machine id or a VM generation id.
 pub fn hex_id() -> String {
-    random_bytes::<16>()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+    random_bytes::<16>().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Whether `name` matches `[a-z0-9][a-z0-9_.-]{0,62}`.
@@ -45,9 +42,7 @@ pub fn is_valid_name(name: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     (1..=63).contains(&bytes.len())
         && plain(bytes[0])
-        && bytes
-            .iter()
-            .all(|&byte| plain(byte) || matches!(byte, b'_' | b'.' | b'-'))
+        && bytes.iter().all(|&byte| plain(byte) || matches!(byte, b'_' | b'.' | b'-'))
 }
 
 #[cfg(test)]
@@ -58,10 +53,7 @@ mod tests {
     fn ids_are_valid_names_and_never_repeat() {
         let ids: std::collections::BTreeSet<String> = (0..10_000).map(|_| sandbox_id()).collect();
         assert_eq!(ids.len(), 10_000);
-        assert!(
-            ids.iter()
-                .all(|id| is_valid_name(id) && id.len() == SANDBOX_ID_CHARS)
-        );
+        assert!(ids.iter().all(|id| is_valid_name(id) && id.len() == SANDBOX_ID_CHARS));
     }
 
     #[test]

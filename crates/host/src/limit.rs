@@ -19,11 +19,7 @@ pub struct Permit(Arc<Limit>);
 impl Limit {
     /// At most `most` permits at once.
     pub fn new(most: usize) -> Arc<Self> {
-        Arc::new(Self {
-            most: most.max(1),
-            taken: Mutex::new(0),
-            freed: Condvar::new(),
-        })
+        Arc::new(Self { most: most.max(1), taken: Mutex::new(0), freed: Condvar::new() })
     }
 
     /// Waits for a permit; `None` when none became free before the deadline.
@@ -61,11 +57,7 @@ mod tests {
     fn a_permit_is_free_again_only_when_its_work_has_ended() {
         let limit = Limit::new(1);
         let held = limit.acquire(Deadline::after(Duration::ZERO)).unwrap();
-        assert!(
-            limit
-                .acquire(Deadline::after(Duration::from_millis(10)))
-                .is_none()
-        );
+        assert!(limit.acquire(Deadline::after(Duration::from_millis(10))).is_none());
         drop(held);
         assert!(limit.acquire(Deadline::after(Duration::ZERO)).is_some());
     }

@@ -90,26 +90,13 @@ impl SandboxDir {
             return Err(ResourceError::PathTooLong { path: socket });
         }
         let made = DirBuilder::new().mode(0o700).create(&path);
-        made.map_err(|source| ResourceError::Make {
-            what: "directory",
-            path: path.clone(),
-            source,
-        })?;
+        made.map_err(|source| ResourceError::Make { what: "directory", path: path.clone(), source })?;
         let dir = Self { path };
         let listener = UnixListener::bind(&socket);
-        let listener = listener.map_err(|source| ResourceError::Make {
-            what: "socket",
-            path: socket,
-            source,
-        })?;
+        let listener =
+            listener.map_err(|source| ResourceError::Make { what: "socket", path: socket, source })?;
         let log = dir.open(CONSOLE, false)?;
-        Ok((
-            dir,
-            ChildResources {
-                vsock: listener.into(),
-                log: log.into(),
-            },
-        ))
+        Ok((dir, ChildResources { vsock: listener.into(), log: log.into() }))
     }
 
     /// A new file for what the VMM program prints.
@@ -124,18 +111,9 @@ impl SandboxDir {
     fn open(&self, name: &str, append: bool) -> Result<File, ResourceError> {
         let path = self.path.join(name);
         let mut options = OpenOptions::new();
-        options
-            .read(true)
-            .write(true)
-            .append(append)
-            .create_new(true)
-            .mode(0o600);
+        options.read(true).write(true).append(append).create_new(true).mode(0o600);
         let file = options.open(&path);
-        file.map_err(|source| ResourceError::Make {
-            what: "file",
-            path,
-            source,
-        })
+        file.map_err(|source| ResourceError::Make { what: "file", path, source })
     }
 
     /// Where the sandbox's hybrid vsock listens.
@@ -188,19 +166,9 @@ fn tail(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
 /// The last lines that hold text; what a terminal would act on is left out.
 fn last_lines(bytes: &[u8], count: usize) -> Vec<String> {
     let text = String::from_utf8_lossy(bytes);
-    let clean = |line: &str| {
-        line.chars()
-            .filter(|c| !c.is_control())
-            .take(300)
-            .collect::<String>()
-    };
-    let mut lines: Vec<String> = text
-        .lines()
-        .rev()
-        .map(clean)
-        .filter(|line| !line.trim().is_empty())
-        .take(count)
-        .collect();
+    let clean = |line: &str| line.chars().filter(|c| !c.is_control()).take(300).collect::<String>();
+    let mut lines: Vec<String> =
+        text.lines().rev().map(clean).filter(|line| !line.trim().is_empty()).take(count).collect();
     lines.reverse();
     lines
 }
@@ -214,29 +182,13 @@ fn last_lines(bytes: &[u8], count: usize) -> Vec<String> {
 /// Fails where the host refuses.
 pub fn prepare_run_dir(run_dir: &Path) -> Result<(), ResourceError> {
     let path = run_dir.join("sandboxes");
-    let make = |source| ResourceError::Make {
-        what: "directory",
-        path: path.clone(),
-        source,
-    };
-    DirBuilder::new()
-        .mode(0o700)
-        .recursive(true)
-        .create(&path)
-        .map_err(make)?;
+    let make = |source| ResourceError::Make { what: "directory", path: path.clone(), source };
+    DirBuilder::new().mode(0o700).recursive(true).create(&path).map_err(make)?;
     for entry in fs::read_dir(&path).map_err(make)? {
         let stale = entry.map_err(make)?.path();
         tracing::info!(path = %stale.display(), "removing what an earlier daemon left");
-        let removed = if stale.is_dir() {
-            fs::remove_dir_all(&stale)
-        } else {
-            fs::remove_file(&stale)
-        };
-        removed.map_err(|source| ResourceError::Make {
-            what: "room for",
-            path: stale,
-            source,
-        })?;
+        let removed = if stale.is_dir() { fs::remove_dir_all(&stale) } else { fs::remove_file(&stale) };
+        removed.map_err(|source| ResourceError::Make { what: "room for", path: stale, source })?;
     }
     Ok(())
 }

@@ -11,10 +11,7 @@ use offshoot_host::engine::{
 use offshoot_host::{Fault, Report};
 
 fn ids(results: &[Result<SandboxInfo, SandboxError>]) -> Vec<&str> {
-    results
-        .iter()
-        .map(|result| result.as_ref().map_or("-", |info| info.id.as_str()))
-        .collect()
+    results.iter().map(|result| result.as_ref().map_or("-", |info| info.id.as_str())).collect()
 }
 
 #[test]
@@ -25,10 +22,7 @@ fn clones_come_in_order_each_running_with_stop_lines_in_order() {
     assert_eq!(offspring.results.len(), 12);
     for result in &offspring.results {
         let info = result.as_ref().unwrap();
-        assert_eq!(
-            (info.state, info.generation, info.depth),
-            (SandboxState::Running, 1, 0)
-        );
+        assert_eq!((info.state, info.generation, info.depth), (SandboxState::Running, 1, 0));
         let lines = info.stop_lines;
         assert!(lines.first_instruction_ms > 0.0, "{lines:?}");
         assert!(lines.call_returned_ms <= lines.agent_replied_ms, "{lines:?}");
@@ -60,10 +54,7 @@ fn a_sandbox_that_does_not_acknowledge_its_identity_is_ended() {
     let results = bench.create(3).results;
     let error = results[1].as_ref().unwrap_err();
     assert_eq!(error.code(), "identity_not_applied");
-    assert!(
-        error.to_string().contains("identity was not acknowledged"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("identity was not acknowledged"), "{error}");
     assert!(results[0].is_ok() && results[2].is_ok());
     assert_eq!((bench.host.sandboxes().len(), bench.dirs()), (2, 2));
     eventually("its process is gone", || bench.host.watched() == watched + 2);
@@ -88,20 +79,11 @@ fn forks_of_forks_have_their_lineage() {
     let forks = bench.fork(&clone.id, 3);
     assert!(forks.times.is_some());
     let fork = forks.results[1].as_ref().unwrap();
-    assert_eq!(
-        (fork.depth, fork.generation, fork.parent.as_ref()),
-        (1, 2, Some(&clone.id))
-    );
+    assert_eq!((fork.depth, fork.generation, fork.parent.as_ref()), (1, 2, Some(&clone.id)));
     let grand = bench.fork(&fork.id, 1).results.remove(0).unwrap();
-    assert_eq!(
-        (grand.depth, grand.generation, grand.parent.as_ref()),
-        (2, 3, Some(&fork.id))
-    );
+    assert_eq!((grand.depth, grand.generation, grand.parent.as_ref()), (2, 3, Some(&fork.id)));
     let tree = bench.host.tree();
-    assert_eq!(
-        (tree.len(), tree[0].id.as_str(), tree[0].state),
-        (1, "t", "ready")
-    );
+    assert_eq!((tree.len(), tree[0].id.as_str(), tree[0].state), (1, "t", "ready"));
     let root = &tree[0].children[0];
     assert_eq!((root.id.as_str(), root.children.len()), (clone.id.as_str(), 3));
     let middle = root.children.iter().find(|node| node.id == fork.id).unwrap();
@@ -120,10 +102,7 @@ fn a_refused_fork_fails_every_child_and_not_the_parent() {
         assert_eq!(report.code, "vmm_refused");
         assert!(report.message.contains("vCPU 0 did not stop"), "{report:?}");
     }
-    assert_eq!(
-        bench.host.sandbox(&clone.id).unwrap().state,
-        SandboxState::Running
-    );
+    assert_eq!(bench.host.sandbox(&clone.id).unwrap().state, SandboxState::Running);
     assert_eq!((bench.host.sandboxes().len(), bench.dirs()), (1, 1));
     bench.host.remove_sandbox(&clone.id).unwrap();
 }
@@ -136,37 +115,19 @@ fn a_guest_that_panics_is_dead_with_its_last_words_and_harms_no_sibling() {
     let (victim, other) = (offspring[0].as_ref().unwrap(), offspring[1].as_ref().unwrap());
     let vsock = bench.host.vsock_path(&victim.id).unwrap();
     bench.poke(&victim.id, "/panic");
-    eventually("it is dead", || {
-        bench.host.sandbox(&victim.id).unwrap().state == SandboxState::Dead
-    });
+    eventually("it is dead", || bench.host.sandbox(&victim.id).unwrap().state == SandboxState::Dead);
     let dead = bench.host.sandbox(&victim.id).unwrap();
     let cause = dead.cause.unwrap();
-    assert!(
-        cause.contains("reset") && cause.contains("Kernel panic - not syncing: fake"),
-        "{cause}"
-    );
+    assert!(cause.contains("reset") && cause.contains("Kernel panic - not syncing: fake"), "{cause}");
     assert!(!vsock.exists());
     let error = bench.host.vsock_path(&victim.id).unwrap_err();
     assert_eq!(error.code(), "sandbox_not_running");
-    let refused = ForkSpec {
-        parent: victim.id.clone(),
-        count: 1,
-        ..ForkSpec::default()
-    };
-    assert_eq!(
-        bench.host.fork(&refused, 0).unwrap_err().code(),
-        "sandbox_not_running"
-    );
+    let refused = ForkSpec { parent: victim.id.clone(), count: 1, ..ForkSpec::default() };
+    assert_eq!(bench.host.fork(&refused, 0).unwrap_err().code(), "sandbox_not_running");
     assert!(String::from_utf8_lossy(&bench.host.console(&victim.id, 4096).unwrap()).contains("panic"));
-    assert_eq!(
-        bench.host.sandbox(&other.id).unwrap().state,
-        SandboxState::Running
-    );
+    assert_eq!(bench.host.sandbox(&other.id).unwrap().state, SandboxState::Running);
     bench.host.remove_sandbox(&victim.id).unwrap();
-    assert_eq!(
-        bench.host.sandbox(&victim.id).unwrap_err().code(),
-        "sandbox_not_found"
-    );
+    assert_eq!(bench.host.sandbox(&victim.id).unwrap_err().code(), "sandbox_not_found");
     assert_eq!(bench.dirs(), 1);
 }
 
@@ -176,9 +137,7 @@ fn a_clone_killed_by_a_signal_says_which_though_its_zygote_reaped_it() {
     bench.template("");
     let clone = bench.one();
     bench.poke(&clone.id, "/abort");
-    eventually("it is dead", || {
-        bench.host.sandbox(&clone.id).unwrap().state == SandboxState::Dead
-    });
+    eventually("it is dead", || bench.host.sandbox(&clone.id).unwrap().state == SandboxState::Dead);
     let cause = bench.host.sandbox(&clone.id).unwrap().cause.unwrap();
     assert!(cause.contains("killed by signal 6"), "{cause}");
 }
@@ -198,10 +157,7 @@ fn a_template_in_use_is_kept_unless_forced_and_its_clones_live_on() {
     let grand = bench.fork(&fork.id, 1).results.remove(0).unwrap();
     assert_eq!(bench.host.tree()[0].state, "removed");
     bench.host.remove_sandbox(&fork.id).unwrap();
-    assert_eq!(
-        bench.host.sandbox(&grand.id).unwrap().state,
-        SandboxState::Running
-    );
+    assert_eq!(bench.host.sandbox(&grand.id).unwrap().state, SandboxState::Running);
 }
 
 #[test]
@@ -210,30 +166,13 @@ fn a_lost_zygote_refuses_clones_and_keeps_those_it_has() {
     bench.template("");
     let clone = bench.one();
     let zygote = std::fs::read_to_string(format!("/proc/{}/stat", clone.pid)).unwrap();
-    let parent: i32 = zygote
-        .rsplit(')')
-        .next()
-        .unwrap()
-        .split_whitespace()
-        .nth(1)
-        .unwrap()
-        .parse()
-        .unwrap();
+    let parent: i32 = zygote.rsplit(')').next().unwrap().split_whitespace().nth(1).unwrap().parse().unwrap();
     let pid = rustix::process::Pid::from_raw(parent).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
-    eventually("it is noticed", || {
-        bench.host.template("t").unwrap().lost.is_some()
-    });
-    let spec = CreateSpec {
-        template: "t".into(),
-        count: 1,
-        ..CreateSpec::default()
-    };
+    eventually("it is noticed", || bench.host.template("t").unwrap().lost.is_some());
+    let spec = CreateSpec { template: "t".into(), count: 1, ..CreateSpec::default() };
     assert_eq!(bench.host.create(&spec, 0).unwrap_err().code(), "template_lost");
-    assert_eq!(
-        bench.host.sandbox(&clone.id).unwrap().state,
-        SandboxState::Running
-    );
+    assert_eq!(bench.host.sandbox(&clone.id).unwrap().state, SandboxState::Running);
 }
 
 #[test]
@@ -243,10 +182,7 @@ fn failed_builds_say_why_and_leave_nothing() {
     let mut spec = Bench::spec("bad", "fake.panic_at_boot");
     let report = Report::of(&bench.build(spec.clone()).unwrap_err());
     assert_eq!(report.code, "guest_ended", "{report:?}");
-    assert!(
-        report.message.contains("Kernel panic - not syncing: fake"),
-        "{report:?}"
-    );
+    assert!(report.message.contains("Kernel panic - not syncing: fake"), "{report:?}");
 
     spec = Bench::spec("bad", "fake.no_agent");
     spec.boot_timeout = Duration::from_millis(500);
@@ -293,58 +229,24 @@ fn bad_requests_name_the_field() {
     let bench = Bench::new();
     bench.template("");
     let code = |spec: CreateSpec| bench.host.create(&spec, 0).unwrap_err().code();
-    let spec = |count| CreateSpec {
-        template: "t".into(),
-        count,
-        ..CreateSpec::default()
-    };
+    let spec = |count| CreateSpec { template: "t".into(), count, ..CreateSpec::default() };
     assert_eq!(code(spec(0)), "bad_request");
     assert_eq!(code(spec(1_000_000)), "bad_request");
-    assert_eq!(
-        code(CreateSpec {
-            template: "none".into(),
-            ..spec(1)
-        }),
-        "template_not_found"
-    );
-    assert_eq!(
-        code(CreateSpec {
-            name: Some("Bad Name".into()),
-            ..spec(1)
-        }),
-        "bad_request"
-    );
-    let named = CreateSpec {
-        name: Some("alice".into()),
-        ..spec(1)
-    };
+    assert_eq!(code(CreateSpec { template: "none".into(), ..spec(1) }), "template_not_found");
+    assert_eq!(code(CreateSpec { name: Some("Bad Name".into()), ..spec(1) }), "bad_request");
+    let named = CreateSpec { name: Some("alice".into()), ..spec(1) };
     bench.host.create(&named, 0).unwrap().results.remove(0).unwrap();
     assert_eq!(code(named), "sandbox_exists");
-    assert_eq!(
-        bench.host.sandbox("alice").unwrap().name.as_deref(),
-        Some("alice")
-    );
+    assert_eq!(bench.host.sandbox("alice").unwrap().name.as_deref(), Some("alice"));
     assert_eq!((bench.host.sandboxes().len(), bench.dirs()), (1, 1));
     let mut small = Bench::spec("small", "");
     small.memory_mib = 64;
-    assert!(
-        bench
-            .build(small)
-            .unwrap_err()
-            .to_string()
-            .contains("128 to 12288")
-    );
+    assert!(bench.build(small).unwrap_err().to_string().contains("128 to 12288"));
     let mut lost = Bench::spec("lost", "");
     lost.image = "none".into();
     assert_eq!(bench.build(lost).unwrap_err().code(), "image_not_found");
-    assert_eq!(
-        bench.build(Bench::spec("t", "")).unwrap_err().code(),
-        "template_exists"
-    );
-    assert_eq!(
-        bench.host.remove_image("base").unwrap_err().code(),
-        "image_in_use"
-    );
+    assert_eq!(bench.build(Bench::spec("t", "")).unwrap_err().code(), "template_exists");
+    assert_eq!(bench.host.remove_image("base").unwrap_err().code(), "image_in_use");
 }
 
 #[test]
@@ -359,10 +261,7 @@ fn a_truncated_image_is_named() {
     file.unwrap().set_len(512).unwrap();
     let report = Report::of(&bench.build(Bench::spec("t", "")).unwrap_err());
     assert_eq!(report.code, "image_corrupt", "{report:?}");
-    assert!(
-        report.message.contains("rootfs.raw") && report.hint.is_some(),
-        "{report:?}"
-    );
+    assert!(report.message.contains("rootfs.raw") && report.hint.is_some(), "{report:?}");
 }
 
 #[test]
@@ -370,10 +269,7 @@ fn a_missing_vmm_program_is_named() {
     let bench = Bench::with(|config| config.vmm = "/nonexistent/offshoot-vmm".into());
     let report = Report::of(&bench.build(Bench::spec("t", "")).unwrap_err());
     assert_eq!(report.code, "vmm_not_started");
-    assert!(
-        report.message.contains("/nonexistent/offshoot-vmm") && report.hint.is_some(),
-        "{report:?}"
-    );
+    assert!(report.message.contains("/nonexistent/offshoot-vmm") && report.hint.is_some(), "{report:?}");
     assert_eq!(bench.dirs(), 0);
 }
 
@@ -400,11 +296,7 @@ fn forks_in_flight_are_bounded() {
     std::thread::scope(|scope| {
         let slow = scope.spawn(|| bench.create(1));
         std::thread::sleep(Duration::from_millis(700));
-        let spec = CreateSpec {
-            template: "t".into(),
-            count: 1,
-            ..CreateSpec::default()
-        };
+        let spec = CreateSpec { template: "t".into(), count: 1, ..CreateSpec::default() };
         assert_eq!(bench.host.create(&spec, 0).unwrap_err().code(), "forks_busy");
         assert!(slow.join().unwrap().results[0].is_err());
     });
@@ -430,10 +322,6 @@ fn a_shutdown_ends_children_whose_agents_keep_silent() {
     });
     assert!(began.elapsed() < Duration::from_secs(8));
     assert_eq!(bench.dirs(), 0);
-    let spec = CreateSpec {
-        template: "t".into(),
-        count: 1,
-        ..CreateSpec::default()
-    };
+    let spec = CreateSpec { template: "t".into(), count: 1, ..CreateSpec::default() };
     assert!(bench.host.create(&spec, 0).is_err());
 }

@@ -16,10 +16,7 @@ fn processes() -> usize {
     let children = |task: std::io::Result<std::fs::DirEntry>| {
         std::fs::read_to_string(task.ok()?.path().join("children")).ok()
     };
-    tasks
-        .filter_map(children)
-        .map(|text| text.split_whitespace().count())
-        .sum()
+    tasks.filter_map(children).map(|text| text.split_whitespace().count()).sum()
 }
 
 #[test]

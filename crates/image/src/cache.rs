@@ -48,10 +48,7 @@ pub struct Cache {
 impl Cache {
     /// The cache in `root`, which is created when the first entry is.
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        Self {
-            root: root.into(),
-            lock_wait: LOCK_WAIT,
-        }
+        Self { root: root.into(), lock_wait: LOCK_WAIT }
     }
 
     /// Where the cache is.
@@ -84,11 +81,7 @@ impl Cache {
         if place.is_dir() {
             return Ok(place);
         }
-        let name = place
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
+        let name = place.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let prefix = format!(".staging-{name}-");
         remove_stale(&parent, &prefix)?;
         let staging = tempfile::Builder::new()
@@ -111,10 +104,7 @@ impl Cache {
                 Err(errno) => return Err(io("lock", &path)(errno.into())),
             }
             if Instant::now() >= deadline {
-                return Err(CacheError::Busy {
-                    path: place.to_owned(),
-                    waited_s: self.lock_wait.as_secs(),
-                });
+                return Err(CacheError::Busy { path: place.to_owned(), waited_s: self.lock_wait.as_secs() });
             }
             std::thread::sleep(Duration::from_millis(200));
         }
@@ -124,17 +114,12 @@ impl Cache {
 /// Gives a finished staging directory its final name, durably.
 pub(crate) fn publish(staging: tempfile::TempDir, place: &Path) -> Result<(), CacheError> {
     // tempdir makes it 0700; an entry is for every user who can reach the cache.
-    fs::set_permissions(
-        staging.path(),
-        std::os::unix::fs::PermissionsExt::from_mode(0o755),
-    )
-    .map_err(io("set permissions of", staging.path()))?;
+    fs::set_permissions(staging.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .map_err(io("set permissions of", staging.path()))?;
     for entry in fs::read_dir(staging.path()).map_err(io("read", staging.path()))? {
         let path = entry.map_err(io("read", staging.path()))?.path();
         if path.is_file() {
-            File::open(&path)
-                .and_then(|file| file.sync_all())
-                .map_err(io("sync", &path))?;
+            File::open(&path).and_then(|file| file.sync_all()).map_err(io("sync", &path))?;
         }
     }
     sync_dir(staging.path())?;
@@ -145,9 +130,7 @@ pub(crate) fn publish(staging: tempfile::TempDir, place: &Path) -> Result<(), Ca
 }
 
 fn sync_dir(path: &Path) -> Result<(), CacheError> {
-    File::open(path)
-        .and_then(|dir| dir.sync_all())
-        .map_err(io("sync", path))
+    File::open(path).and_then(|dir| dir.sync_all()).map_err(io("sync", path))
 }
 
 /// Removes what builders that died left; the caller holds the entry's lock.
@@ -163,11 +146,7 @@ fn remove_stale(parent: &Path, prefix: &str) -> Result<(), CacheError> {
 
 /// Makes a [`CacheError::Io`] out of an I/O error.
 pub(crate) fn io<'a>(action: &'static str, path: &'a Path) -> impl Fn(std::io::Error) -> CacheError + 'a {
-    move |source| CacheError::Io {
-        action,
-        path: path.to_owned(),
-        source,
-    }
+    move |source| CacheError::Io { action, path: path.to_owned(), source }
 }
 
 #[cfg(test)]
@@ -177,10 +156,7 @@ mod tests {
 
     fn cache() -> (tempfile::TempDir, Cache) {
         let dir = tempfile::tempdir().unwrap();
-        let cache = Cache {
-            root: dir.path().join("cache"),
-            lock_wait: Duration::from_secs(20),
-        };
+        let cache = Cache { root: dir.path().join("cache"), lock_wait: Duration::from_secs(20) };
         (dir, cache)
     }
 
@@ -216,10 +192,7 @@ mod tests {
         let (_dir, cache) = cache();
         let failed = cache.entry::<CacheError>("kind", "key", |dir| {
             fs::write(dir.join("half"), "").map_err(io("write", dir))?;
-            Err(CacheError::Busy {
-                path: dir.to_owned(),
-                waited_s: 0,
-            })
+            Err(CacheError::Busy { path: dir.to_owned(), waited_s: 0 })
         });
         assert!(failed.is_err());
         assert!(names(&cache).is_empty());

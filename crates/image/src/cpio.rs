@@ -33,72 +33,34 @@ impl Cpio {
 
     /// Adds a directory; `name` has no leading slash, and its parent was added before.
     pub fn dir(&mut self, name: &str, permissions: u32) {
-        self.record(&Record {
-            name,
-            mode: S_IFDIR | permissions,
-            device: (0, 0),
-            content: &[],
-        });
+        self.record(&Record { name, mode: S_IFDIR | permissions, device: (0, 0), content: &[] });
     }
 
     /// Adds a file.
     pub fn file(&mut self, name: &str, permissions: u32, content: &[u8]) {
-        self.record(&Record {
-            name,
-            mode: S_IFREG | permissions,
-            device: (0, 0),
-            content,
-        });
+        self.record(&Record { name, mode: S_IFREG | permissions, device: (0, 0), content });
     }
 
     /// Adds a character device with the numbers `device` (major, minor).
     pub fn char_device(&mut self, name: &str, permissions: u32, device: (u32, u32)) {
-        self.record(&Record {
-            name,
-            mode: S_IFCHR | permissions,
-            device,
-            content: &[],
-        });
+        self.record(&Record { name, mode: S_IFCHR | permissions, device, content: &[] });
     }
 
     /// Ends the archive and returns its bytes.
     pub fn finish(mut self) -> Vec<u8> {
-        self.record(&Record {
-            name: TRAILER,
-            mode: 0,
-            device: (0, 0),
-            content: &[],
-        });
+        self.record(&Record { name: TRAILER, mode: 0, device: (0, 0), content: &[] });
         self.bytes
     }
 
     fn record(&mut self, record: &Record<'_>) {
-        let inode = if record.name == TRAILER {
-            0
-        } else {
-            self.next_inode + 1
-        };
+        let inode = if record.name == TRAILER { 0 } else { self.next_inode + 1 };
         self.next_inode += 1;
         let size_bytes = u32::try_from(record.content.len()).expect("initramfs files are far below 4 GiB");
         let name_bytes = u32::try_from(record.name.len() + 1).expect("names are short");
         // c_ino, c_mode, c_uid, c_gid, c_nlink, c_mtime, c_filesize, c_devmajor, c_devminor, c_rdevmajor, c_rdevminor,
         // c_namesize, c_check
         let (major, minor) = record.device;
-        let fields = [
-            inode,
-            record.mode,
-            0,
-            0,
-            1,
-            0,
-            size_bytes,
-            0,
-            0,
-            major,
-            minor,
-            name_bytes,
-            0,
-        ];
+        let fields = [inode, record.mode, 0, 0, 1, 0, size_bytes, 0, 0, major, minor, name_bytes, 0];
         self.bytes.extend_from_slice(b"070701");
         for field in fields {
             self.bytes.extend_from_slice(format!("{field:08X}").as_bytes());

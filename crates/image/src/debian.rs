@@ -30,10 +30,7 @@ pub struct DebianSpec {
 impl Default for DebianSpec {
     /// Python with numpy, on a disk of 2 GiB.
     fn default() -> Self {
-        Self {
-            packages: vec!["python3-numpy".to_owned()],
-            disk_mib: 2048,
-        }
+        Self { packages: vec!["python3-numpy".to_owned()], disk_mib: 2048 }
     }
 }
 
@@ -58,11 +55,7 @@ impl Image {
         report.begin("rootfs", "Debian's root file system");
         let mut packages: Vec<&str> = BASE_PACKAGES.to_vec();
         packages.extend(spec.packages.iter().map(String::as_str));
-        let rootfs = rootfs::debian(
-            &RootfsSpec::bookworm(&packages, spec.disk_mib),
-            cache,
-            &mut report,
-        )?;
+        let rootfs = rootfs::debian(&RootfsSpec::bookworm(&packages, spec.disk_mib), cache, &mut report)?;
 
         report.begin("image", "digesting files");
         let parts: [&Path; 2] = [&kernel.vmlinuz(), &rootfs.disk()];

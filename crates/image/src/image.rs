@@ -194,17 +194,10 @@ impl Image {
             let metadata = File::open(&path).and_then(|file| file.metadata());
             let actual_bytes = metadata.map_err(unreadable(dir, name))?.len();
             if actual_bytes != entry.size_bytes {
-                return Err(ImageError::Size {
-                    path,
-                    expected_bytes: entry.size_bytes,
-                    actual_bytes,
-                });
+                return Err(ImageError::Size { path, expected_bytes: entry.size_bytes, actual_bytes });
             }
         }
-        Ok(Self {
-            dir: dir.to_owned(),
-            manifest,
-        })
+        Ok(Self { dir: dir.to_owned(), manifest })
     }
 
     /// Reads every file and compares its digest with the manifest's. Cost: about a second for each GiB stored.
@@ -216,11 +209,7 @@ impl Image {
             let path = self.dir.join(name);
             let actual = digest::of_file(&path).map_err(unreadable(&self.dir, name))?;
             if actual != entry.sha256 {
-                return Err(ImageError::Digest {
-                    path,
-                    expected: entry.sha256.clone(),
-                    actual,
-                });
+                return Err(ImageError::Digest { path, expected: entry.sha256.clone(), actual });
             }
         }
         Ok(())
@@ -257,10 +246,7 @@ impl Image {
 
     /// The kernel as a bzImage, where there is one.
     pub fn vmlinuz(&self) -> Option<PathBuf> {
-        self.manifest
-            .files
-            .contains_key(VMLINUZ)
-            .then(|| self.dir.join(VMLINUZ))
+        self.manifest.files.contains_key(VMLINUZ).then(|| self.dir.join(VMLINUZ))
     }
 
     /// The initramfs.
@@ -285,23 +271,16 @@ fn read_manifest(dir: &Path) -> Result<Manifest, ImageError> {
     struct Head {
         format: u32,
     }
-    let not_manifest = |source| ImageError::Manifest {
-        path: path.clone(),
-        source,
-    };
+    let not_manifest = |source| ImageError::Manifest { path: path.clone(), source };
     let Head { format } = serde_json::from_slice(&text).map_err(not_manifest)?;
     if format != FORMAT {
         return Err(ImageError::Format { path, format });
     }
     let manifest: Manifest = serde_json::from_slice(&text).map_err(not_manifest)?;
-    if let Some(name) = [VMLINUX, INITRAMFS, ROOTFS]
-        .into_iter()
-        .find(|name| !manifest.files.contains_key(*name))
+    if let Some(name) =
+        [VMLINUX, INITRAMFS, ROOTFS].into_iter().find(|name| !manifest.files.contains_key(*name))
     {
-        return Err(ImageError::Files {
-            path,
-            problem: format!("names no {name}"),
-        });
+        return Err(ImageError::Files { path, problem: format!("names no {name}") });
     }
     let known = [VMLINUX, VMLINUZ, INITRAMFS, ROOTFS];
     if let Some(name) = manifest.files.keys().find(|name| !known.contains(&name.as_str())) {
@@ -314,24 +293,15 @@ fn read_manifest(dir: &Path) -> Result<Manifest, ImageError> {
 }
 
 fn unreadable<'a>(dir: &'a Path, name: &'a str) -> impl Fn(std::io::Error) -> ImageError + 'a {
-    move |source| ImageError::Unreadable {
-        dir: dir.to_owned(),
-        path: name.to_owned(),
-        source,
-    }
+    move |source| ImageError::Unreadable { dir: dir.to_owned(), path: name.to_owned(), source }
 }
 
 /// A directory beside `dest`, which must not exist.
 pub(crate) fn stage(dest: &Path) -> Result<tempfile::TempDir, ImageError> {
     if dest.exists() {
-        return Err(ImageError::Exists {
-            path: dest.to_owned(),
-        });
+        return Err(ImageError::Exists { path: dest.to_owned() });
     }
-    let parent = dest
-        .parent()
-        .filter(|parent| !parent.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
+    let parent = dest.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let staging = tempfile::Builder::new().prefix(".image-").tempdir_in(parent);
     Ok(staging.map_err(io("create a directory in", parent))?)
 }
@@ -347,10 +317,7 @@ pub(crate) fn place(from: &Path, to: &Path) -> Result<(), ImageError> {
 /// Copies a file, keeping its holes.
 pub(crate) fn copy(from: &Path, to: &Path) -> Result<(), ImageError> {
     let mut tool = Tool::new("cp", "coreutils");
-    tool.command()
-        .args(["--sparse=always", "--reflink=auto", "--"])
-        .arg(from)
-        .arg(to);
+    tool.command().args(["--sparse=always", "--reflink=auto", "--"]).arg(from).arg(to);
     tool.output()?;
     Ok(())
 }
@@ -372,9 +339,7 @@ pub(crate) fn seal(dir: &Path, kernel_version: Option<String>, source: Source) -
         files.insert(name.to_owned(), FileEntry { size_bytes, sha256 });
     }
     let disk_bytes = files.get(ROOTFS).map_or(0, |entry| entry.size_bytes);
-    let since_epoch = SystemTime::now()
-        .duration_since(SystemTime::UNIX_EPOCH)
-        .unwrap_or_default();
+    let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let manifest = Manifest {
         format: FORMAT,
         created_unix_s: since_epoch.as_secs(),

@@ -10,14 +10,8 @@ use crate::kernel::bzimage::is_elf;
 use crate::modules::{ModuleIndex, ModulesError};
 
 /// Modules a guest needs; ext4 is built into Debian's cloud kernel.
-pub const GUEST_MODULES: [&str; 6] = [
-    "virtio_mmio",
-    "virtio_blk",
-    "virtio_rng",
-    "vmw_vsock_virtio_transport",
-    "overlay",
-    "crc32c_intel",
-];
+pub const GUEST_MODULES: [&str; 6] =
+    ["virtio_mmio", "virtio_blk", "virtio_rng", "vmw_vsock_virtio_transport", "overlay", "crc32c_intel"];
 
 /// `p_type` of the program interpreter (elf(5)).
 const PT_INTERP: u32 = 3;
@@ -59,14 +53,10 @@ pub enum InitramfsError {
 pub fn build(agent: &Path, modules_dir: &Path, names: &[&str]) -> Result<Vec<u8>, InitramfsError> {
     let program = read(agent)?;
     if !is_elf(&program) {
-        return Err(InitramfsError::NotProgram {
-            path: agent.to_owned(),
-        });
+        return Err(InitramfsError::NotProgram { path: agent.to_owned() });
     }
     if needs_interpreter(&program) {
-        return Err(InitramfsError::Dynamic {
-            path: agent.to_owned(),
-        });
+        return Err(InitramfsError::Dynamic { path: agent.to_owned() });
     }
     let mut cpio = Cpio::new();
     for dir in ["dev", "proc", "sys", "run", "root"] {
@@ -86,11 +76,7 @@ pub fn add_modules(cpio: &mut Cpio, modules_dir: &Path, names: &[&str]) -> Resul
     cpio.dir("modules", 0o755);
     let mut order = String::new();
     for path in ModuleIndex::open(modules_dir)?.closure(names)? {
-        let name = path
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         cpio.file(&format!("modules/{name}"), 0o644, &read(&path)?);
         order.push_str(&format!("/modules/{name}\n"));
     }
@@ -99,21 +85,16 @@ pub fn add_modules(cpio: &mut Cpio, modules_dir: &Path, names: &[&str]) -> Resul
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, InitramfsError> {
-    fs::read(path).map_err(|source| InitramfsError::Read {
-        path: path.to_owned(),
-        source,
-    })
+    fs::read(path).map_err(|source| InitramfsError::Read { path: path.to_owned(), source })
 }
 
 /// Whether an ELF program names a dynamic loader. A program header outside the file counts as none: the kernel will
 /// refuse such a program by itself.
 fn needs_interpreter(program: &[u8]) -> bool {
     // e_phoff, e_phentsize and e_phnum of an ELF64 header (elf(5)).
-    let (Some(offset), Some(size), Some(count)) = (
-        number(program, 32, 8),
-        number(program, 54, 2),
-        number(program, 56, 2),
-    ) else {
+    let (Some(offset), Some(size), Some(count)) =
+        (number(program, 32, 8), number(program, 54, 2), number(program, 56, 2))
+    else {
         return false;
     };
     (0..count).any(|n| {
@@ -125,12 +106,7 @@ fn needs_interpreter(program: &[u8]) -> bool {
 /// The little-endian number of `width` bytes at `at`.
 fn number(bytes: &[u8], at: usize, width: usize) -> Option<u64> {
     let field = bytes.get(at..at.checked_add(width)?)?;
-    Some(
-        field
-            .iter()
-            .rev()
-            .fold(0, |value, byte| value << 8 | u64::from(*byte)),
-    )
+    Some(field.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte)))
 }
 
 #[cfg(test)]
@@ -176,15 +152,9 @@ mod tests {
         let dir = kernel_dir();
         let agent = dir.path().join("agent");
         fs::write(&agent, program(PT_INTERP)).unwrap();
-        assert!(matches!(
-            build(&agent, dir.path(), &[]),
-            Err(InitramfsError::Dynamic { .. })
-        ));
+        assert!(matches!(build(&agent, dir.path(), &[]), Err(InitramfsError::Dynamic { .. })));
         fs::write(&agent, "#!/bin/sh\n").unwrap();
-        assert!(matches!(
-            build(&agent, dir.path(), &[]),
-            Err(InitramfsError::NotProgram { .. })
-        ));
+        assert!(matches!(build(&agent, dir.path(), &[]), Err(InitramfsError::NotProgram { .. })));
         let missing = build(&dir.path().join("none"), dir.path(), &[]).unwrap_err();
         assert!(missing.to_string().contains("none"));
     }

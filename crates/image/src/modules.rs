@@ -59,11 +59,7 @@ impl ModuleIndex {
             modules.insert(canonical(path), (dir.join(path), needs));
         }
         let built_in = read("modules.builtin")?.lines().map(canonical).collect();
-        Ok(Self {
-            dir: dir.to_owned(),
-            modules,
-            built_in,
-        })
+        Ok(Self { dir: dir.to_owned(), modules, built_in })
     }
 
     /// The files of `names` and of all they depend on, each after what it needs; built-in modules take none.
@@ -90,10 +86,7 @@ impl ModuleIndex {
             return Ok(());
         }
         let Some((path, needs)) = self.modules.get(name) else {
-            return Err(ModulesError::Unknown {
-                name: name.to_owned(),
-                dir: self.dir.clone(),
-            });
+            return Err(ModulesError::Unknown { name: name.to_owned(), dir: self.dir.clone() });
         };
         if path.extension().is_none_or(|extension| extension != "ko") {
             return Err(ModulesError::Compressed { path: path.clone() });
@@ -123,11 +116,8 @@ mod tests {
                    kernel/kvm.ko: kernel/irqbypass.ko\nkernel/irqbypass.ko:\nkernel/ccp.ko: kernel/rng-core.ko\n\
                    kernel/squashed.ko.xz:\n";
         fs::write(dir.path().join("modules.dep"), dep).unwrap();
-        fs::write(
-            dir.path().join("modules.builtin"),
-            "kernel/rng-core.ko\nkernel/fs/ext4/ext4.ko\n",
-        )
-        .unwrap();
+        fs::write(dir.path().join("modules.builtin"), "kernel/rng-core.ko\nkernel/fs/ext4/ext4.ko\n")
+            .unwrap();
         let index = ModuleIndex::open(dir.path()).unwrap();
         (dir, index)
     }
@@ -136,34 +126,15 @@ mod tests {
     fn each_module_comes_once_and_after_what_it_needs() {
         let (dir, index) = index();
         let order = index.closure(&["kvm_amd", "irqbypass", "ext4"]).unwrap();
-        let names: Vec<_> = order
-            .iter()
-            .map(|p| p.strip_prefix(dir.path()).unwrap().to_str().unwrap())
-            .collect();
-        assert_eq!(
-            names,
-            [
-                "kernel/irqbypass.ko",
-                "kernel/kvm.ko",
-                "kernel/ccp.ko",
-                "kernel/kvm-amd.ko"
-            ]
-        );
+        let names: Vec<_> =
+            order.iter().map(|p| p.strip_prefix(dir.path()).unwrap().to_str().unwrap()).collect();
+        assert_eq!(names, ["kernel/irqbypass.ko", "kernel/kvm.ko", "kernel/ccp.ko", "kernel/kvm-amd.ko"]);
     }
 
     #[test]
     fn unknown_and_compressed_modules_are_named() {
         let (_dir, index) = index();
-        assert!(
-            index
-                .closure(&["no_such"])
-                .unwrap_err()
-                .to_string()
-                .contains("no_such")
-        );
-        assert!(matches!(
-            index.closure(&["squashed"]),
-            Err(ModulesError::Compressed { .. })
-        ));
+        assert!(index.closure(&["no_such"]).unwrap_err().to_string().contains("no_such"));
+        assert!(matches!(index.closure(&["squashed"]), Err(ModulesError::Compressed { .. })));
     }
 }

@@ -24,12 +24,7 @@ pub struct Reporter<'a> {
 impl<'a> Reporter<'a> {
     /// A reporter of `total` steps that calls `callback` at each step and each message within one.
     pub fn new(total: u64, callback: &'a mut dyn FnMut(Progress<'_>)) -> Self {
-        Self {
-            callback,
-            step: "",
-            done: 0,
-            total,
-        }
+        Self { callback, step: "", done: 0, total }
     }
 
     /// Begins the next step; the one before counts as done.
@@ -43,12 +38,7 @@ impl<'a> Reporter<'a> {
 
     /// Says what the current step is doing.
     pub fn say(&mut self, message: &str) {
-        (self.callback)(Progress {
-            step: self.step,
-            message,
-            done: self.done,
-            total: self.total,
-        });
+        (self.callback)(Progress { step: self.step, message, done: self.done, total: self.total });
     }
 }
 

@@ -113,18 +113,14 @@ impl RootfsSpec {
     fn check(&self) -> Result<(), RootfsError> {
         let good = |name: &str| {
             let mut bytes = name.bytes();
-            bytes
-                .next()
-                .is_some_and(|first| first.is_ascii_lowercase() || first.is_ascii_digit())
+            bytes.next().is_some_and(|first| first.is_ascii_lowercase() || first.is_ascii_digit())
                 && bytes.all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b"+-.".contains(&b))
         };
         if let Some(name) = self.packages.iter().find(|name| !good(name)) {
             return Err(RootfsError::PackageName { name: name.clone() });
         }
         if !DISK_MIB.contains(&self.disk_mib) {
-            return Err(RootfsError::DiskSize {
-                disk_mib: self.disk_mib,
-            });
+            return Err(RootfsError::DiskSize { disk_mib: self.disk_mib });
         }
         Ok(())
     }
@@ -178,11 +174,7 @@ fn release_date(lists: &Path, suite: &str) -> String {
         .filter(|entry| entry.file_name().to_string_lossy().ends_with(&suffix))
         .filter_map(|entry| fs::read_to_string(entry.path()).ok())
         .filter(|text| text.contains("\nOrigin: Debian\n"))
-        .filter_map(|text| {
-            text.lines()
-                .find_map(|line| line.strip_prefix("Date: "))
-                .map(str::to_owned)
-        })
+        .filter_map(|text| text.lines().find_map(|line| line.strip_prefix("Date: ")).map(str::to_owned))
         .collect();
     dates.sort();
     dates.pop().unwrap_or_default()
@@ -197,16 +189,13 @@ fn build(spec: &RootfsSpec, staging: &Path, report: &mut Reporter<'_>) -> Result
     bootstrap(spec, &tree, report)?;
     report.say("recording packages");
     let mut query = chroot(&tree);
-    query
-        .command()
-        .args(["dpkg-query", "-W", "-f", "${Package} ${Version}\n"]);
+    query.command().args(["dpkg-query", "-W", "-f", "${Package} ${Version}\n"]);
     let list = staging.join("packages.txt");
     fs::write(&list, query.output()?).map_err(io("write", &list))?;
     configure(spec, &tree, report)?;
     trim(&tree)?;
     pack(spec, &tree, &staging.join("rootfs.raw"), report)?;
-    work.close()
-        .map_err(io("remove a temporary directory in", staging))?;
+    work.close().map_err(io("remove a temporary directory in", staging))?;
     Ok(())
 }
 
@@ -214,8 +203,7 @@ fn bootstrap(spec: &RootfsSpec, tree: &Path, report: &mut Reporter<'_>) -> Resul
     let mut tool = Tool::in_mount_namespace("debootstrap", "debootstrap").limit(Duration::from_secs(20 * 60));
     tool.command().arg("--variant=minbase");
     if !spec.packages.is_empty() {
-        tool.command()
-            .arg(format!("--include={}", spec.packages.join(",")));
+        tool.command().arg(format!("--include={}", spec.packages.join(",")));
     }
     tool.command().arg(&spec.suite).arg(tree).arg(&spec.mirror);
     tool.run(&mut |line| report.say(line.strip_prefix("I: ").unwrap_or(line)))?;
@@ -227,26 +215,12 @@ fn bootstrap(spec: &RootfsSpec, tree: &Path, report: &mut Reporter<'_>) -> Resul
 fn configure(spec: &RootfsSpec, tree: &Path, report: &mut Reporter<'_>) -> Result<(), RootfsError> {
     if let Some(user) = &spec.user {
         let mut add = chroot(tree);
-        add.command().args([
-            "useradd",
-            "--create-home",
-            "--uid",
-            "1000",
-            "--shell",
-            "/bin/bash",
-            user,
-        ]);
+        add.command().args(["useradd", "--create-home", "--uid", "1000", "--shell", "/bin/bash", user]);
         add.output()?;
     }
     let files = [
         ("etc/hostname", format!("{}\n", spec.hostname)),
-        (
-            "etc/hosts",
-            format!(
-                "127.0.0.1 localhost\n127.0.1.1 {}\n::1 localhost\n",
-                spec.hostname
-            ),
-        ),
+        ("etc/hosts", format!("127.0.0.1 localhost\n127.0.1.1 {}\n::1 localhost\n", spec.hostname)),
         ("etc/fstab", String::new()),
         ("etc/resolv.conf", String::new()),
     ];
@@ -284,11 +258,7 @@ fn trim(tree: &Path) -> Result<(), RootfsError> {
     // apt wants this one to exist.
     let partial = tree.join("var/cache/apt/archives/partial");
     fs::create_dir_all(&partial).map_err(io("create", &partial))?;
-    for name in [
-        "etc/machine-id",
-        "var/lib/dbus/machine-id",
-        "var/lib/systemd/random-seed",
-    ] {
+    for name in ["etc/machine-id", "var/lib/dbus/machine-id", "var/lib/systemd/random-seed"] {
         let path = tree.join(name);
         if let Err(source) = fs::remove_file(&path)
             && source.kind() != std::io::ErrorKind::NotFound
@@ -305,11 +275,7 @@ fn pack(spec: &RootfsSpec, tree: &Path, disk: &Path, report: &mut Reporter<'_>) 
     // ext4 keeps about one part in fifty for inode tables.
     let need_mib = tree_mib + tree_mib / 8 + HEADROOM_MIB;
     if need_mib > u64::from(spec.disk_mib) {
-        return Err(RootfsError::TooSmall {
-            tree_mib,
-            disk_mib: spec.disk_mib,
-            need_mib,
-        });
+        return Err(RootfsError::TooSmall { tree_mib, disk_mib: spec.disk_mib, need_mib });
     }
     report.say("making the ext4 disk");
     // Nothing in the file system's own data may differ between two builds: uuid and hash seed are fixed, and the
@@ -318,15 +284,8 @@ fn pack(spec: &RootfsSpec, tree: &Path, disk: &Path, report: &mut Reporter<'_>) 
                    hash_seed=6f666673-686f-6f74-8000-000000000001";
     let mut tool = Tool::new("mke2fs", "e2fsprogs");
     tool.command()
-        .args([
-            "-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-L", "offshoot",
-        ])
-        .args([
-            "-O",
-            "^has_journal,^resize_inode",
-            "-U",
-            "6f666673-686f-6f74-8000-000000000000",
-        ])
+        .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-L", "offshoot"])
+        .args(["-O", "^has_journal,^resize_inode", "-U", "6f666673-686f-6f74-8000-000000000000"])
         .args(["-E", options, "-d"])
         .arg(tree)
         .arg(disk)
@@ -340,10 +299,7 @@ fn pack(spec: &RootfsSpec, tree: &Path, disk: &Path, report: &mut Reporter<'_>) 
 /// A command run inside `tree`.
 fn chroot(tree: &Path) -> Tool {
     let mut tool = Tool::new("chroot", "coreutils");
-    tool.command()
-        .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
-        .env("HOME", "/root")
-        .arg(tree);
+    tool.command().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("HOME", "/root").arg(tree);
     tool
 }
 
@@ -370,15 +326,9 @@ mod tests {
     fn the_key_ignores_order_and_sees_everything_else() {
         let spec = RootfsSpec::bookworm(&["python3", "procps"], 1024);
         let key = spec.key("today");
-        assert_eq!(
-            RootfsSpec::bookworm(&["procps", "python3", "procps"], 1024).key("today"),
-            key
-        );
+        assert_eq!(RootfsSpec::bookworm(&["procps", "python3", "procps"], 1024).key("today"), key);
         assert_ne!(RootfsSpec::bookworm(&["procps"], 1024).key("today"), key);
-        assert_ne!(
-            RootfsSpec::bookworm(&["python3", "procps"], 1025).key("today"),
-            key
-        );
+        assert_ne!(RootfsSpec::bookworm(&["python3", "procps"], 1025).key("today"), key);
         assert_ne!(spec.key("tomorrow"), key);
     }
 
@@ -388,15 +338,8 @@ mod tests {
             let error = RootfsSpec::bookworm(&[name], 1024).check().unwrap_err();
             assert!(error.to_string().contains(&format!("{name:?}")), "{error}");
         }
-        assert!(
-            RootfsSpec::bookworm(&["libstdc++6", "python3.11"], 1024)
-                .check()
-                .is_ok()
-        );
-        assert!(matches!(
-            RootfsSpec::bookworm(&[], 1).check(),
-            Err(RootfsError::DiskSize { disk_mib: 1 })
-        ));
+        assert!(RootfsSpec::bookworm(&["libstdc++6", "python3.11"], 1024).check().is_ok());
+        assert!(matches!(RootfsSpec::bookworm(&[], 1).check(), Err(RootfsError::DiskSize { disk_mib: 1 })));
     }
 
     #[test]
@@ -404,11 +347,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(release_date(dir.path(), "bookworm"), "");
         let list = "-----BEGIN\n\nOrigin: Debian\nDate: Sat, 17 May 2025\n";
-        fs::write(
-            dir.path().join("deb.debian.org_debian_dists_bookworm_InRelease"),
-            list,
-        )
-        .unwrap();
+        fs::write(dir.path().join("deb.debian.org_debian_dists_bookworm_InRelease"), list).unwrap();
         let other = "-----BEGIN\n\nOrigin: Someone\nDate: Zzz\n";
         fs::write(dir.path().join("else.where_x_dists_bookworm_InRelease"), other).unwrap();
         assert_eq!(release_date(dir.path(), "bookworm"), "Sat, 17 May 2025");
@@ -418,10 +357,7 @@ mod tests {
     #[test]
     fn a_tree_that_does_not_fit_says_what_would() {
         let dir = tempfile::tempdir().unwrap();
-        fs::File::create(dir.path().join("big"))
-            .unwrap()
-            .set_len(300 << 20)
-            .unwrap();
+        fs::File::create(dir.path().join("big")).unwrap().set_len(300 << 20).unwrap();
         let mut ignore = |_: crate::Progress<'_>| {};
         let mut report = Reporter::new(1, &mut ignore);
         let spec = RootfsSpec::bookworm(&[], 256);

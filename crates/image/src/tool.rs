@@ -87,8 +87,7 @@ impl Tool {
     /// As [`Tool::new`], in a mount namespace of its own: what it mounts ends with it, even if it is killed.
     pub fn in_mount_namespace(program: &str, package: &str) -> Self {
         let mut tool = Self::new("unshare", "util-linux");
-        tool.command
-            .args(["--mount", "--propagation", "private", "--", program]);
+        tool.command.args(["--mount", "--propagation", "private", "--", program]);
         tool.program = program.to_owned();
         tool.package = package.to_owned();
         tool
@@ -132,10 +131,7 @@ impl Tool {
         std::thread::spawn(move || {
             for bytes in BufReader::new(reader).split(b'\n') {
                 let Ok(bytes) = bytes else { return };
-                if sender
-                    .send(String::from_utf8_lossy(&bytes).trim_end().to_owned())
-                    .is_err()
-                {
+                if sender.send(String::from_utf8_lossy(&bytes).trim_end().to_owned()).is_err() {
                     return;
                 }
             }
@@ -171,24 +167,16 @@ impl Tool {
                 break None;
             }
         };
-        let last_lines = || {
-            last.iter()
-                .map(|line| format!("  {line}"))
-                .collect::<Vec<_>>()
-                .join("\n")
-        };
+        let last_lines = || last.iter().map(|line| format!("  {line}")).collect::<Vec<_>>().join("\n");
         match status {
             Some(status) if status.success() => Ok(()),
             // What unshare(1) and chroot(1) answer when there is no such program.
-            Some(status) if status.code() == Some(127) => Err(ToolError::Missing {
-                program: self.program,
-                package: self.package,
-            }),
-            Some(status) => Err(ToolError::Failed {
-                program: self.program,
-                status,
-                last_lines: last_lines(),
-            }),
+            Some(status) if status.code() == Some(127) => {
+                Err(ToolError::Missing { program: self.program, package: self.package })
+            }
+            Some(status) => {
+                Err(ToolError::Failed { program: self.program, status, last_lines: last_lines() })
+            }
             None => {
                 kill_group(&mut child);
                 Err(ToolError::TimedOut {
@@ -203,15 +191,9 @@ impl Tool {
     fn start(&mut self) -> Result<(std::io::PipeReader, Child), ToolError> {
         let start = |source: std::io::Error| {
             if source.kind() == std::io::ErrorKind::NotFound {
-                ToolError::Missing {
-                    program: self.program.clone(),
-                    package: self.package.clone(),
-                }
+                ToolError::Missing { program: self.program.clone(), package: self.package.clone() }
             } else {
-                ToolError::Start {
-                    program: self.program.clone(),
-                    source,
-                }
+                ToolError::Start { program: self.program.clone(), source }
             }
         };
         let (reader, writer) = std::io::pipe().map_err(start)?;
@@ -250,19 +232,14 @@ mod tests {
     fn failure_carries_status_and_only_the_last_lines() {
         let error = shell("seq 1 100; exit 3").output().unwrap_err().to_string();
         assert!(error.contains("exit status: 3"), "{error}");
-        assert!(
-            error.contains("  100") && error.contains("  81\n") && !error.contains("  80\n"),
-            "{error}"
-        );
+        assert!(error.contains("  100") && error.contains("  81\n") && !error.contains("  80\n"), "{error}");
     }
 
     #[test]
     fn a_hanging_tool_and_its_children_are_killed() {
         let started = Instant::now();
-        let error = shell("echo begun; sleep 1000 & wait")
-            .limit(Duration::from_millis(300))
-            .output()
-            .unwrap_err();
+        let error =
+            shell("echo begun; sleep 1000 & wait").limit(Duration::from_millis(300)).output().unwrap_err();
         assert!(matches!(error, ToolError::TimedOut { .. }), "{error}");
         assert!(error.to_string().contains("begun"));
         assert!(started.elapsed() < Duration::from_secs(5));
@@ -271,10 +248,7 @@ mod tests {
     #[test]
     fn a_missing_tool_names_its_package() {
         let error = Tool::new("no-such-tool", "some-package").output().unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "no-such-tool is not installed; run: apt-get install some-package"
-        );
+        assert_eq!(error.to_string(), "no-such-tool is not installed; run: apt-get install some-package");
         let error = shell("exit 127").output().unwrap_err();
         assert!(matches!(error, ToolError::Missing { .. }), "{error}");
     }

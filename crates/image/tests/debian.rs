@@ -19,11 +19,7 @@ fn agent(dir: &Path) -> std::path::PathBuf {
 }
 
 fn debugfs(disk: &Path, request: &str) -> String {
-    let output = Command::new("debugfs")
-        .args(["-R", request])
-        .arg(disk)
-        .output()
-        .unwrap();
+    let output = Command::new("debugfs").args(["-R", request]).arg(disk).output().unwrap();
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
@@ -33,10 +29,7 @@ fn a_debian_image_is_whole_and_found_again() {
     let dir = tempfile::tempdir().unwrap();
     let cache = Cache::new(dir.path().join("cache"));
     let agent = agent(dir.path());
-    let spec = DebianSpec {
-        packages: Vec::new(),
-        disk_mib: 1024,
-    };
+    let spec = DebianSpec { packages: Vec::new(), disk_mib: 1024 };
     let mut steps = Vec::new();
     let image =
         Image::build_debian(&spec, &agent, &cache, &mut |progress| steps.push(progress.step)).unwrap();
@@ -47,25 +40,14 @@ fn a_debian_image_is_whole_and_found_again() {
     assert!(image.vmlinuz().is_some());
 
     let disk = image.rootfs();
-    let check = Command::new("e2fsck")
-        .args(["-f", "-n"])
-        .arg(&disk)
-        .output()
-        .unwrap();
-    assert!(
-        check.status.success(),
-        "{}",
-        String::from_utf8_lossy(&check.stdout)
-    );
+    let check = Command::new("e2fsck").args(["-f", "-n"]).arg(&disk).output().unwrap();
+    assert!(check.status.success(), "{}", String::from_utf8_lossy(&check.stdout));
     assert!(debugfs(&disk, "stat /home/user").contains("User:  1000"));
     assert!(debugfs(&disk, "stat /etc/machine-id").contains("File not found"));
     assert!(
         debugfs(&disk, "ls /usr/lib/python3.11/__pycache__").contains("json") || {
-            debugfs(
-                &disk,
-                "stat /usr/lib/python3.11/json/__pycache__/decoder.cpython-311.pyc",
-            )
-            .contains("Inode:")
+            debugfs(&disk, "stat /usr/lib/python3.11/json/__pycache__/decoder.cpython-311.pyc")
+                .contains("Inode:")
         }
     );
 
@@ -74,20 +56,10 @@ fn a_debian_image_is_whole_and_found_again() {
     assert_eq!(again.dir(), image.dir());
     println!("found again in {:.1} s", started.elapsed().as_secs_f64());
 
-    let unknown = DebianSpec {
-        packages: vec!["no-such-package-anywhere".to_owned()],
-        disk_mib: 1024,
-    };
-    let error = Image::build_debian(&unknown, &agent, &cache, &mut |_| {})
-        .unwrap_err()
-        .to_string();
+    let unknown = DebianSpec { packages: vec!["no-such-package-anywhere".to_owned()], disk_mib: 1024 };
+    let error = Image::build_debian(&unknown, &agent, &cache, &mut |_| {}).unwrap_err().to_string();
     assert!(error.contains("no-such-package-anywhere"), "{error}");
     let left = std::fs::read_dir(cache.root().join("rootfs")).unwrap();
     let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
-    assert!(
-        !left
-            .iter()
-            .any(|name| name.to_string_lossy().starts_with(".staging")),
-        "{left:?}"
-    );
+    assert!(!left.iter().any(|name| name.to_string_lossy().starts_with(".staging")), "{left:?}");
 }

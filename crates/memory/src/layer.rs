@@ -91,20 +91,12 @@ impl Builder {
     pub(crate) fn seal(self) -> Result<Layer, MemoryError> {
         let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
         rustix::fs::fcntl_add_seals(&self.fd, seals).map_err(layer_error("seal", self.len))?;
-        Ok(Layer {
-            fd: self.fd,
-            len: self.len,
-            stored: self.stored,
-        })
+        Ok(Layer { fd: self.fd, len: self.len, stored: self.stored })
     }
 }
 
 fn layer_error(action: &'static str, len_bytes: usize) -> impl Fn(rustix::io::Errno) -> MemoryError {
-    move |source| MemoryError::Layer {
-        action,
-        len_bytes,
-        source,
-    }
+    move |source| MemoryError::Layer { action, len_bytes, source }
 }
 
 #[cfg(test)]
@@ -116,14 +108,8 @@ mod tests {
         let region = Region::anonymous(4096, PageUse::Sparse).unwrap();
         region.write(0, &[1]);
         let layer = region.to_layer("test").unwrap();
-        assert_eq!(
-            rustix::io::pwrite(layer.fd(), &[2], 0),
-            Err(rustix::io::Errno::PERM)
-        );
+        assert_eq!(rustix::io::pwrite(layer.fd(), &[2], 0), Err(rustix::io::Errno::PERM));
         assert_eq!(rustix::fs::ftruncate(layer.fd(), 0), Err(rustix::io::Errno::PERM));
-        assert_eq!(
-            rustix::fs::ftruncate(layer.fd(), 8192),
-            Err(rustix::io::Errno::PERM)
-        );
+        assert_eq!(rustix::fs::ftruncate(layer.fd(), 8192), Err(rustix::io::Errno::PERM));
     }
 }

@@ -19,10 +19,7 @@ pub(crate) struct PageSet {
 
 impl PageSet {
     fn new(pages: usize) -> Self {
-        Self {
-            words: vec![0; pages.div_ceil(64)],
-            pages,
-        }
+        Self { words: vec![0; pages.div_ceil(64)], pages }
     }
 
     pub(crate) fn insert(&mut self, range: Range<usize>) {
@@ -46,11 +43,7 @@ impl PageSet {
         let mut next = 0;
         std::iter::from_fn(move || {
             while next < self.pages && !self.contains(next) {
-                next += if self.words[next / 64] == 0 {
-                    64 - next % 64
-                } else {
-                    1
-                };
+                next += if self.words[next / 64] == 0 { 64 - next % 64 } else { 1 };
             }
             if next >= self.pages {
                 return None;
@@ -66,10 +59,7 @@ impl PageSet {
 
 /// The pages of `address..address + len` that are present or swapped out.
 pub(crate) fn populated(address: usize, len: usize) -> Result<PageSet, MemoryError> {
-    let fail = |source| MemoryError::PageMap {
-        len_bytes: len,
-        source,
-    };
+    let fail = |source| MemoryError::PageMap { len_bytes: len, source };
     let pagemap = File::open("/proc/self/pagemap").map_err(fail)?;
     let pages = len / PAGE_BYTES;
     let mut set = PageSet::new(pages);
@@ -78,9 +68,7 @@ pub(crate) fn populated(address: usize, len: usize) -> Result<PageSet, MemoryErr
     while page < pages {
         let count = (pages - page).min(ENTRIES_PER_READ);
         let bytes = &mut buffer[..count * 8];
-        pagemap
-            .read_exact_at(bytes, ((address / PAGE_BYTES + page) * 8) as u64)
-            .map_err(fail)?;
+        pagemap.read_exact_at(bytes, ((address / PAGE_BYTES + page) * 8) as u64).map_err(fail)?;
         for (index, entry) in bytes.as_chunks::<8>().0.iter().enumerate() {
             if u64::from_le_bytes(*entry) & PRESENT_OR_SWAPPED != 0 {
                 set.insert(page + index..page + index + 1);

@@ -27,10 +27,8 @@ impl GuestRam {
         for &(base, len) in layout {
             regions.push((base, Region::anonymous(len, page_use)?));
         }
-        let mapped = regions
-            .iter()
-            .map(|(base, region)| describe(*base, region))
-            .collect::<Result<_, _>>()?;
+        let mapped =
+            regions.iter().map(|(base, region)| describe(*base, region)).collect::<Result<_, _>>()?;
         let view = GuestMemoryMmap::from_regions(mapped).map_err(MemoryError::Layout)?;
         Ok(Self { view, regions })
     }
@@ -55,10 +53,7 @@ impl GuestRam {
     /// # Errors
     /// As [`Region::to_layer`].
     pub fn to_layers(&self) -> Result<Vec<Layer>, MemoryError> {
-        self.regions
-            .iter()
-            .map(|(_, region)| region.to_layer("offshoot-ram"))
-            .collect()
+        self.regions.iter().map(|(_, region)| region.to_layer("offshoot-ram")).collect()
     }
 
     /// Maps every region over its layer from [`GuestRam::to_layers`].
@@ -74,13 +69,8 @@ impl GuestRam {
 }
 
 fn describe(base: GuestAddress, region: &Region) -> Result<GuestRegionMmap<()>, MemoryError> {
-    let describe_error = || MemoryError::Describe {
-        len_bytes: region.len(),
-    };
-    let (prot, flags) = (
-        libc::PROT_READ | libc::PROT_WRITE,
-        libc::MAP_PRIVATE | libc::MAP_NORESERVE,
-    );
+    let describe_error = || MemoryError::Describe { len_bytes: region.len() };
+    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_NORESERVE);
     // SAFETY: the address and length are a live mapping with these flags, owned by `region`, which the `GuestRam`
     // keeps as long as the view; `adopt` replaces the mapping in place with one of the same size and protection.
     let mapping = unsafe { MmapRegion::build_raw(region.host_address().as_ptr(), region.len(), prot, flags) }
@@ -98,21 +88,13 @@ mod tests {
         let layout = [(GuestAddress(0), 4 << 20), (GuestAddress(1 << 32), 2 << 20)];
         let mut ram = GuestRam::anonymous(&layout, PageUse::Huge).unwrap();
         ram.view().write_obj(0x11u8, GuestAddress(4096)).unwrap();
-        ram.view()
-            .write_obj(0x22u8, GuestAddress((1 << 32) + 5000))
-            .unwrap();
+        ram.view().write_obj(0x22u8, GuestAddress((1 << 32) + 5000)).unwrap();
         let layers = ram.to_layers().unwrap();
-        assert_eq!(
-            layers.iter().map(Layer::stored_bytes).collect::<Vec<_>>(),
-            [4096, 4096]
-        );
+        assert_eq!(layers.iter().map(Layer::stored_bytes).collect::<Vec<_>>(), [4096, 4096]);
         ram.adopt(layers).unwrap();
         assert!(ram.regions().iter().all(|(_, region)| region.layer().is_some()));
         assert_eq!(ram.view().read_obj::<u8>(GuestAddress(4096)).unwrap(), 0x11);
-        assert_eq!(
-            ram.view().read_obj::<u8>(GuestAddress((1 << 32) + 5000)).unwrap(),
-            0x22
-        );
+        assert_eq!(ram.view().read_obj::<u8>(GuestAddress((1 << 32) + 5000)).unwrap(), 0x22);
         assert_eq!(ram.len_bytes(), 6 << 20);
         assert_eq!(ram.view().num_regions(), 2);
     }

@@ -123,12 +123,7 @@ impl Region {
             return Err(MemoryError::Length { len_bytes });
         }
         let base = reserve_aligned(len_bytes)?;
-        let region = Self {
-            base,
-            len: len_bytes,
-            page_use,
-            layer: None,
-        };
+        let region = Self { base, len: len_bytes, page_use, layer: None };
         region.advise_page_use()?;
         Ok(region)
     }
@@ -165,9 +160,7 @@ impl Region {
 
     /// The 32-bit word number `index`. Panics if it is outside the region.
     pub fn load_u32(&self, index: usize) -> u32 {
-        self.slice(index * 4, 4)
-            .load(0, Ordering::Relaxed)
-            .expect("an aligned word inside the slice")
+        self.slice(index * 4, 4).load(0, Ordering::Relaxed).expect("an aligned word inside the slice")
     }
 
     /// Sets the 32-bit word number `index`. Panics if it is outside the region.
@@ -184,11 +177,7 @@ impl Region {
     /// [`MemoryError::Range`]; [`MemoryError::Advise`].
     pub fn zero(&self, offset: usize, len: usize) -> Result<(), MemoryError> {
         let end = offset.checked_add(len).filter(|&end| end <= self.len);
-        let end = end.ok_or(MemoryError::Range {
-            offset,
-            len,
-            region_len: self.len,
-        })?;
+        let end = end.ok_or(MemoryError::Range { offset, len, region_len: self.len })?;
         let (first, last) = (offset.next_multiple_of(PAGE_BYTES), end - end % PAGE_BYTES);
         if self.layer.is_some() || first >= last {
             self.write_zeros(offset, len);
@@ -222,9 +211,7 @@ impl Region {
     /// [`MemoryError::Map`]; the region is as before.
     pub fn adopt(&mut self, layer: Arc<Layer>) -> Result<(), MemoryError> {
         if layer.len_bytes() != self.len {
-            return Err(MemoryError::Length {
-                len_bytes: layer.len_bytes(),
-            });
+            return Err(MemoryError::Length { len_bytes: layer.len_bytes() });
         }
         // SAFETY: the range is exactly the mapping this region owns, and the new mapping replaces it at once; nobody
         // holds a Rust reference into it. The memfd is sealed against shrinking, so no access can fault with SIGBUS.
@@ -281,9 +268,8 @@ impl Region {
 
     fn page_is_zero(&self, page: usize) -> bool {
         let slice = self.slice(page * PAGE_BYTES, PAGE_BYTES);
-        let words = slice
-            .get_array_ref::<u64>(0, PAGE_BYTES / 8)
-            .expect("a page is an aligned array of words");
+        let words =
+            slice.get_array_ref::<u64>(0, PAGE_BYTES / 8).expect("a page is an aligned array of words");
         (0..words.len()).all(|index| words.load(index) == 0)
     }
 
@@ -299,11 +285,7 @@ impl Region {
 
     fn slice(&self, offset: usize, len: usize) -> VolatileSlice<'_> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
-        assert!(
-            inside,
-            "range {offset:#x}+{len:#x} outside a region of {:#x} bytes",
-            self.len
-        );
+        assert!(inside, "range {offset:#x}+{len:#x} outside a region of {:#x} bytes", self.len);
         // SAFETY: `base` is the start of a live mapping of `self.len` bytes and `offset` is at most that.
         let start = unsafe { self.base.as_ptr().add(offset) };
         // SAFETY: `start..start + len` lies inside the mapping, which lives as long as the borrow of `self`; it is
@@ -318,10 +300,7 @@ impl Region {
         };
         match self.advise(0, self.len, advice, name) {
             // A kernel without transparent huge pages refuses both advices; small pages are then all there is.
-            Err(MemoryError::Advise {
-                source: rustix::io::Errno::INVAL,
-                ..
-            }) => Ok(()),
+            Err(MemoryError::Advise { source: rustix::io::Errno::INVAL, .. }) => Ok(()),
             other => other,
         }
     }
@@ -364,11 +343,7 @@ fn reserve_aligned(len: usize) -> Result<NonNull<u8>, MemoryError> {
             MapFlags::PRIVATE | MapFlags::NORESERVE,
         )
     }
-    .map_err(|source| MemoryError::Map {
-        what: "anonymous memory",
-        len_bytes: padded,
-        source,
-    })?;
+    .map_err(|source| MemoryError::Map { what: "anonymous memory", len_bytes: padded, source })?;
     let start = raw as usize;
     let aligned = start.next_multiple_of(REGION_ALIGN_BYTES);
     trim(start, aligned - start);
@@ -432,10 +407,7 @@ mod tests {
         region.write(7 * PAGE_BYTES, &[7]);
         let second = Arc::new(region.to_layer("second").unwrap());
         region.adopt(second).unwrap();
-        let read: Vec<u8> = [0, 3, 7]
-            .iter()
-            .map(|page| byte(&region, page * PAGE_BYTES))
-            .collect();
+        let read: Vec<u8> = [0, 3, 7].iter().map(|page| byte(&region, page * PAGE_BYTES)).collect();
         assert_eq!(read, [9, 3, 7]);
     }
 
@@ -457,14 +429,7 @@ mod tests {
         let region = Region::anonymous(2 << 20, PageUse::Sparse).unwrap();
         region.write(0, &[5; 8 * PAGE_BYTES]);
         region.zero(10, 6 * PAGE_BYTES).unwrap();
-        assert_eq!(
-            (
-                byte(&region, 9),
-                byte(&region, 10),
-                byte(&region, 10 + 6 * PAGE_BYTES)
-            ),
-            (5, 0, 5)
-        );
+        assert_eq!((byte(&region, 9), byte(&region, 10), byte(&region, 10 + 6 * PAGE_BYTES)), (5, 0, 5));
         let pages = pagemap::populated(region.base.as_ptr() as usize, region.len).unwrap();
         assert!(pages.count() < 8);
     }
@@ -478,14 +443,8 @@ mod tests {
 
     #[test]
     fn lengths_that_are_not_pages_are_refused() {
-        assert!(matches!(
-            Region::anonymous(0, PageUse::Huge),
-            Err(MemoryError::Length { .. })
-        ));
-        assert!(matches!(
-            Region::anonymous(4097, PageUse::Huge),
-            Err(MemoryError::Length { .. })
-        ));
+        assert!(matches!(Region::anonymous(0, PageUse::Huge), Err(MemoryError::Length { .. })));
+        assert!(matches!(Region::anonymous(4097, PageUse::Huge), Err(MemoryError::Length { .. })));
     }
 
     #[test]

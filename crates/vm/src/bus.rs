@@ -71,7 +71,5 @@ impl Bus {
 }
 
 fn serial_offset(port: u16) -> Option<u64> {
-    port.checked_sub(SERIAL_PORT)
-        .filter(|offset| *offset < SERIAL_PORTS)
-        .map(u64::from)
+    port.checked_sub(SERIAL_PORT).filter(|offset| *offset < SERIAL_PORTS).map(u64::from)
 }

@@ -79,10 +79,7 @@ impl ControlSocket {
             Ok(received) => received,
             Err(rustix::io::Errno::CONNRESET) => return Err(SocketError::Closed),
             Err(source) => {
-                return Err(SocketError::System {
-                    action: "receive",
-                    source,
-                });
+                return Err(SocketError::System { action: "receive", source });
             }
         };
         let mut fds = VecDeque::new();
@@ -98,11 +95,8 @@ impl ControlSocket {
         if received.bytes == 0 {
             return Err(SocketError::Closed);
         }
-        let envelope =
-            serde_json::from_slice(&buffer[..received.bytes]).map_err(|source| SocketError::Decode {
-                len_bytes: received.bytes,
-                source,
-            })?;
+        let envelope = serde_json::from_slice(&buffer[..received.bytes])
+            .map_err(|source| SocketError::Decode { len_bytes: received.bytes, source })?;
         Ok(Received { envelope, fds })
     }
 
@@ -142,10 +136,7 @@ impl ControlSocket {
         match sent {
             Ok(_) => Ok(()),
             Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => Err(SocketError::Closed),
-            Err(source) => Err(SocketError::System {
-                action: "send",
-                source,
-            }),
+            Err(source) => Err(SocketError::System { action: "send", source }),
         }
     }
 }
@@ -163,24 +154,15 @@ mod tests {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     fn pair() -> (OwnedFd, ControlSocket) {
-        let (host, vmm) = socketpair(
-            AddressFamily::UNIX,
-            SocketType::SEQPACKET,
-            SocketFlags::CLOEXEC,
-            None,
-        )
-        .unwrap();
+        let (host, vmm) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
         (host, ControlSocket::new(vmm))
     }
 
     #[test]
     fn a_request_arrives_whole() {
         let (host, vmm) = pair();
-        let json = serde_json::to_vec(&Envelope {
-            seq: 7,
-            request: Request::Status,
-        })
-        .unwrap();
+        let json = serde_json::to_vec(&Envelope { seq: 7, request: Request::Status }).unwrap();
         rustix::net::send(&host, &json, SendFlags::empty()).unwrap();
         let received = vmm.receive().unwrap();
         assert_eq!(received.envelope.seq, 7);
@@ -192,10 +174,7 @@ mod tests {
         let (host, vmm) = pair();
         rustix::net::send(&host, b"{\"seq\":", SendFlags::empty()).unwrap();
         rustix::net::send(&host, br#"{"seq":1,"request":"stop"}"#, SendFlags::empty()).unwrap();
-        assert!(matches!(
-            vmm.receive(),
-            Err(SocketError::Decode { len_bytes: 7, .. })
-        ));
+        assert!(matches!(vmm.receive(), Err(SocketError::Decode { len_bytes: 7, .. })));
         assert_eq!(vmm.receive().unwrap().envelope.seq, 1);
     }
 
@@ -204,10 +183,7 @@ mod tests {
         let (host, vmm) = pair();
         drop(host);
         assert!(matches!(vmm.receive(), Err(SocketError::Closed)));
-        let reply = Message::Reply {
-            seq: 1,
-            result: Ok(Reply::Done),
-        };
+        let reply = Message::Reply { seq: 1, result: Ok(Reply::Done) };
         assert!(matches!(vmm.send(&reply, &[]), Err(SocketError::Closed)));
     }
 
@@ -215,11 +191,7 @@ mod tests {
     fn a_full_socket_drops_what_may_be_dropped() {
         let (_host, vmm) = pair();
         for value in 0..100_000 {
-            vmm.send_or_drop(Event::Doorbell {
-                vcpu: 0,
-                value,
-                at_ns: 0,
-            });
+            vmm.send_or_drop(Event::Doorbell { vcpu: 0, value, at_ns: 0 });
         }
     }
 }

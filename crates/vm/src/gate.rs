@@ -83,11 +83,7 @@ impl Gate {
         let slots = (0..vcpus).map(|_| Slot::Running).collect();
         Self {
             stop: AtomicBool::new(false),
-            inner: Mutex::new(Inner {
-                slots,
-                verdict: None,
-                round: 0,
-            }),
+            inner: Mutex::new(Inner { slots, verdict: None, round: 0 }),
             vcpus_wake: Condvar::new(),
             control_wake: Condvar::new(),
         }
@@ -110,10 +106,7 @@ impl Gate {
     pub fn wait_for_stop(&self) {
         let mut inner = self.lock();
         while !self.stop_requested() {
-            inner = self
-                .vcpus_wake
-                .wait(inner)
-                .unwrap_or_else(PoisonError::into_inner);
+            inner = self.vcpus_wake.wait(inner).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -125,11 +118,7 @@ impl Gate {
         let start = Instant::now();
         let mut inner = self.lock();
         loop {
-            let parked = inner
-                .slots
-                .iter()
-                .filter(|slot| !matches!(slot, Slot::Running))
-                .count();
+            let parked = inner.slots.iter().filter(|slot| !matches!(slot, Slot::Running)).count();
             if parked == inner.slots.len() {
                 return inner
                     .slots
@@ -140,17 +129,9 @@ impl Gate {
             }
             let Some(rest) = limit.checked_sub(start.elapsed()).filter(|rest| !rest.is_zero()) else {
                 let waited_ms = start.elapsed().as_millis();
-                return Err(StopError::Late {
-                    parked,
-                    vcpus: inner.slots.len(),
-                    waited_ms,
-                });
+                return Err(StopError::Late { parked, vcpus: inner.slots.len(), waited_ms });
             };
-            inner = self
-                .control_wake
-                .wait_timeout(inner, rest)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            inner = self.control_wake.wait_timeout(inner, rest).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -182,10 +163,7 @@ impl Gate {
         inner.slots[vcpu] = Slot::Parked(Some(state));
         self.control_wake.notify_all();
         while inner.round == round {
-            inner = self
-                .vcpus_wake
-                .wait(inner)
-                .unwrap_or_else(PoisonError::into_inner);
+            inner = self.vcpus_wake.wait(inner).unwrap_or_else(PoisonError::into_inner);
         }
         inner.verdict.unwrap_or(Verdict::Run)
     }
@@ -206,10 +184,7 @@ fn take_state(vcpu: usize, slot: &mut Slot) -> Result<VcpuState, StopError> {
     match slot {
         Slot::Parked(state) => match state.take() {
             Some(Ok(state)) => Ok(*state),
-            Some(Err(source)) => Err(StopError::Save {
-                vcpu,
-                source: Box::new(source),
-            }),
+            Some(Err(source)) => Err(StopError::Save { vcpu, source: Box::new(source) }),
             None => Err(StopError::Ended { vcpu }),
         },
         Slot::Running | Slot::Ended => Err(StopError::Ended { vcpu }),

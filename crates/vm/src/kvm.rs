@@ -32,9 +32,8 @@ impl KvmError {
 /// # Errors
 /// KVM is missing or may not be opened.
 pub fn open() -> Result<Kvm, KvmError> {
-    Kvm::new().map_err(KvmError::during(
-        "open /dev/kvm (is the kvm module loaded, and may this user open it?)",
-    ))
+    Kvm::new()
+        .map_err(KvmError::during("open /dev/kvm (is the kvm module loaded, and may this user open it?)"))
 }
 
 /// Makes a VM with in-kernel interrupt controllers and timer and one memory slot for each region of `ram`.
@@ -48,18 +47,11 @@ pub fn create_vm(kvm: &Kvm, ram: &GuestRam) -> Result<Arc<VmFd>, KvmError> {
             result => break result.map_err(KvmError::during("create a vm"))?,
         }
     };
-    vm.set_identity_map_address(KVM_IDENTITY_MAP_BASE)
-        .map_err(KvmError::during("place the identity map"))?;
-    vm.set_tss_address(KVM_TSS_BASE as usize)
-        .map_err(KvmError::during("place the task state segment"))?;
-    vm.create_irq_chip()
-        .map_err(KvmError::during("create the interrupt controllers"))?;
-    let pit = kvm_pit_config {
-        flags: KVM_PIT_SPEAKER_DUMMY,
-        ..Default::default()
-    };
-    vm.create_pit2(pit)
-        .map_err(KvmError::during("create the interval timer"))?;
+    vm.set_identity_map_address(KVM_IDENTITY_MAP_BASE).map_err(KvmError::during("place the identity map"))?;
+    vm.set_tss_address(KVM_TSS_BASE as usize).map_err(KvmError::during("place the task state segment"))?;
+    vm.create_irq_chip().map_err(KvmError::during("create the interrupt controllers"))?;
+    let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
+    vm.create_pit2(pit).map_err(KvmError::during("create the interval timer"))?;
     for (slot, (base, region)) in ram.regions().iter().enumerate() {
         let slot = kvm_userspace_memory_region {
             slot: slot as u32,
@@ -81,9 +73,6 @@ pub struct KvmIrqs(pub Arc<VmFd>);
 impl IrqSink for KvmIrqs {
     fn set_level(&self, gsi: u32, level: IrqLevel) {
         let set = self.0.set_irq_line(gsi, level == IrqLevel::High);
-        debug_assert!(
-            set.is_ok(),
-            "an in-kernel interrupt controller takes every line below 24"
-        );
+        debug_assert!(set.is_ok(), "an in-kernel interrupt controller takes every line below 24");
     }
 }

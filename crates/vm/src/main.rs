@@ -15,10 +15,7 @@ fn main() -> ExitCode {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["--control-fd", number] => serve(number),
         ["--probe"] => {
-            println!(
-                "{}",
-                serde_json::to_string_pretty(&probe::run()).expect("a report always encodes")
-            );
+            println!("{}", serde_json::to_string_pretty(&probe::run()).expect("a report always encodes"));
             ExitCode::SUCCESS
         }
         ["--version"] => {

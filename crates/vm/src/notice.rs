@@ -20,18 +20,12 @@ impl Notice {
     /// The system has no descriptor left.
     pub fn new() -> rustix::io::Result<Self> {
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self {
-            reason: Mutex::new(None),
-            event,
-        })
+        Ok(Self { reason: Mutex::new(None), event })
     }
 
     /// Records why the guest ended; later reasons are ignored.
     pub fn end(&self, reason: ExitReason) {
-        self.reason
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get_or_insert(reason);
+        self.reason.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
         // The counter cannot overflow: each vCPU writes once.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }

@@ -48,10 +48,7 @@ pub fn fork() -> Result<Forked, ForkError> {
         pid => {
             let child = Pid::from_raw(pid).expect("fork returns a positive pid to the parent");
             match rustix::process::pidfd_open(child, PidfdFlags::empty()) {
-                Ok(pidfd) => Ok(Forked::Parent {
-                    pid: pid.unsigned_abs(),
-                    pidfd,
-                }),
+                Ok(pidfd) => Ok(Forked::Parent { pid: pid.unsigned_abs(), pidfd }),
                 Err(error) => {
                     // Not reaped yet, so the number is still this child's.
                     let _ = rustix::process::kill_process(child, rustix::process::Signal::KILL);
@@ -86,11 +83,7 @@ pub fn close_all_except(keep: &[RawFd]) -> std::io::Result<()> {
 fn close_range(first: u32, last: u32) -> std::io::Result<()> {
     // SAFETY: the caller vouches that no live owner refers to a descriptor in the range.
     let result = unsafe { libc::close_range(first, last, 0) };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(std::io::Error::last_os_error())
-    }
+    if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
 /// Names this process in `/proc/self/comm`, at most 15 bytes; only for display.
@@ -170,11 +163,7 @@ impl ChildSignal {
         let mut deaths = Vec::new();
         while let Ok(Some((pid, status))) = rustix::process::wait(rustix::process::WaitOptions::NOHANG) {
             let (exit_status, signal) = (status.exit_status(), status.terminating_signal());
-            deaths.push(Death {
-                pid: pid.as_raw_nonzero().get().unsigned_abs(),
-                exit_status,
-                signal,
-            });
+            deaths.push(Death { pid: pid.as_raw_nonzero().get().unsigned_abs(), exit_status, signal });
         }
         deaths
     }

@@ -118,10 +118,7 @@ impl Vcpus {
     /// As [`SpawnError`]; threads started before have ended.
     pub fn spawn(fds: Vec<VcpuFd>, run_bytes: usize, shared: Arc<Shared>) -> Result<Self, SpawnError> {
         install_kick_handler();
-        let mut vcpus = Self {
-            shared,
-            threads: Vec::with_capacity(fds.len()),
-        };
+        let mut vcpus = Self { shared, threads: Vec::with_capacity(fds.len()) };
         for (vcpu, mut fd) in fds.into_iter().enumerate() {
             let run: *mut kvm_bindings::kvm_run = fd.get_kvm_run();
             keep_out_of_forks(run.cast(), run_bytes)
@@ -132,21 +129,9 @@ impl Vcpus {
             let handle = std::thread::Builder::new()
                 .name(format!("vcpu{vcpu}"))
                 .stack_size(STACK_BYTES)
-                .spawn(move || {
-                    Runner {
-                        vcpu,
-                        fd,
-                        immediate_exit,
-                        shared,
-                        generation_read: false,
-                    }
-                    .run()
-                })
+                .spawn(move || Runner { vcpu, fd, immediate_exit, shared, generation_read: false }.run())
                 .map_err(|source| SpawnError::Thread { vcpu, source })?;
-            vcpus.threads.push(VcpuThread {
-                handle,
-                immediate_exit,
-            });
+            vcpus.threads.push(VcpuThread { handle, immediate_exit });
         }
         Ok(vcpus)
     }
@@ -237,10 +222,9 @@ impl Runner {
             Err(error) if error.errno() == libc::EINTR => self.interrupted(),
             // The boot processor has not started this one yet.
             Err(error) if error.errno() == libc::EAGAIN => Some(Step::Again),
-            Err(error) => Some(Step::End(ExitReason::Fault(format!(
-                "kvm could not run vcpu {}: {error}",
-                self.vcpu
-            )))),
+            Err(error) => {
+                Some(Step::End(ExitReason::Fault(format!("kvm could not run vcpu {}: {error}", self.vcpu))))
+            }
         }
     }
 
@@ -276,19 +260,11 @@ fn handle_exit(vcpu: usize, exit: VcpuExit<'_>, exits: u64, shared: &Shared) -> 
         VcpuExit::Intr | VcpuExit::IrqWindowOpen | VcpuExit::Hlt => {}
         VcpuExit::Shutdown => return Step::End(ExitReason::Reset),
         VcpuExit::FailEntry(reason, _) => {
-            return fault(
-                vcpu,
-                exits,
-                &format!("hardware refused to enter the guest, reason {reason:#x}"),
-            );
+            return fault(vcpu, exits, &format!("hardware refused to enter the guest, reason {reason:#x}"));
         }
         VcpuExit::InternalError => return fault(vcpu, exits, "kvm could not emulate a guest instruction"),
         VcpuExit::MemoryFault { gpa, size, .. } => {
-            return fault(
-                vcpu,
-                exits,
-                &format!("kvm could not map guest memory at {gpa:#x}+{size:#x}"),
-            );
+            return fault(vcpu, exits, &format!("kvm could not map guest memory at {gpa:#x}+{size:#x}"));
         }
         other => return fault(vcpu, exits, &format!("unexpected exit {other:?}")),
     }
@@ -304,11 +280,7 @@ fn machine_event(vcpu: usize, event: MachineEvent, shared: &Shared) -> Step {
         MachineEvent::Doorbell(_) if shared.doorbells == Doorbells::Ignored => Step::Again,
         MachineEvent::Doorbell(value) => {
             let vcpu = u8::try_from(vcpu).expect("at most eight vcpus");
-            shared.control.send_or_drop(Event::Doorbell {
-                vcpu,
-                value,
-                at_ns: monotonic_ns(),
-            });
+            shared.control.send_or_drop(Event::Doorbell { vcpu, value, at_ns: monotonic_ns() });
             Step::Again
         }
         MachineEvent::PowerOff => Step::End(ExitReason::PowerOff),
@@ -339,9 +311,5 @@ fn install_kick_handler() {
 fn keep_out_of_forks(run: *mut u8, run_bytes: usize) -> std::io::Result<()> {
     // SAFETY: the range is the live `kvm_run` mapping; the advice changes nothing in this process.
     let result = unsafe { libc::madvise(run.cast(), run_bytes, libc::MADV_DONTFORK) };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(std::io::Error::last_os_error())
-    }
+    if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }

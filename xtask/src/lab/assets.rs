@@ -62,35 +62,22 @@ pub fn prepare(workspace: &Workspace) -> Result<Assets> {
     report.begin("lab kernel", "ready");
     let kernel = kernel::debian_cloud(&cache, &mut report).context("could not get the lab's kernel")?;
     report.begin("lab root", "ready");
-    let spec = RootfsSpec {
-        hostname: "lab".to_owned(),
-        user: None,
-        ..RootfsSpec::bookworm(&PACKAGES, DISK_MIB)
-    };
+    let spec =
+        RootfsSpec { hostname: "lab".to_owned(), user: None, ..RootfsSpec::bookworm(&PACKAGES, DISK_MIB) };
     let root = rootfs::debian(&spec, &cache, &mut report).context("could not make the lab's root disk")?;
     if shown {
         progress::end();
     }
     let init = build::static_binary(workspace, "xtask", "lab-init")?;
-    Ok(Assets {
-        kernel,
-        root: root.disk(),
-        init,
-        qemu: QEMU.into(),
-        virtiofsd: VIRTIOFSD.into(),
-    })
+    Ok(Assets { kernel, root: root.disk(), init, qemu: QEMU.into(), virtiofsd: VIRTIOFSD.into() })
 }
 
 impl Assets {
     /// The first line of QEMU's version, for reports.
     pub fn qemu_version(&self) -> String {
         let output = Command::new(&self.qemu).arg("--version").output();
-        let text = output
-            .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
-            .unwrap_or_default();
-        text.lines()
-            .next()
-            .unwrap_or("QEMU of unknown version")
-            .to_owned()
+        let text =
+            output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+        text.lines().next().unwrap_or("QEMU of unknown version").to_owned()
     }
 }

@@ -10,12 +10,8 @@ pub const STATUS_LINES: usize = 8;
 /// Bytes from the file's end that are looked at.
 const TAIL_BYTES: usize = 64 * 1024;
 /// What the kernel says when it cannot go on.
-const FATAL: [&str; 4] = [
-    "Kernel panic - not syncing",
-    "Oops:",
-    "BUG: unable to handle",
-    "general protection fault, maybe",
-];
+const FATAL: [&str; 4] =
+    ["Kernel panic - not syncing", "Oops:", "BUG: unable to handle", "general protection fault, maybe"];
 
 /// The console's file.
 #[derive(Debug)]
@@ -44,11 +40,7 @@ impl Console {
         let tail = self.tail();
         let lines: Vec<&str> = tail.lines().filter(|line| !line.trim().is_empty()).collect();
         let begin = lines.len().saturating_sub(count);
-        lines[begin..]
-            .iter()
-            .map(|line| format!("  | {}", line.trim_end()))
-            .collect::<Vec<_>>()
-            .join("\n")
+        lines[begin..].iter().map(|line| format!("  | {}", line.trim_end())).collect::<Vec<_>>().join("\n")
     }
 
     fn tail(&self) -> String {
@@ -58,9 +50,7 @@ impl Console {
 }
 
 fn fatal_line(text: &str) -> Option<String> {
-    let line = text
-        .lines()
-        .find(|line| FATAL.iter().any(|fatal| line.contains(fatal)))?;
+    let line = text.lines().find(|line| FATAL.iter().any(|fatal| line.contains(fatal)))?;
     Some(line.trim().to_owned())
 }
 
@@ -72,10 +62,7 @@ mod tests {
     fn the_first_fatal_line_is_found() {
         let text =
             "[1.0] fine\n[2.0] BUG: unable to handle page fault\r\n[3.0] Kernel panic - not syncing: Fatal\n";
-        assert_eq!(
-            fatal_line(text).unwrap(),
-            "[2.0] BUG: unable to handle page fault"
-        );
+        assert_eq!(fatal_line(text).unwrap(), "[2.0] BUG: unable to handle page fault");
         assert_eq!(fatal_line("all is well\n"), None);
     }
 

@@ -10,11 +10,7 @@ pub fn host_runs_linux(workspace: &Workspace) -> bool {
     if !probe.exists() {
         return false;
     }
-    let Ok(output) = Command::new(probe)
-        .arg("--probe")
-        .stdin(Stdio::null())
-        .stderr(Stdio::null())
-        .output()
+    let Ok(output) = Command::new(probe).arg("--probe").stdin(Stdio::null()).stderr(Stdio::null()).output()
     else {
         return false;
     };
@@ -23,10 +19,7 @@ pub fn host_runs_linux(workspace: &Workspace) -> bool {
 
 fn says_yes(report: &[u8]) -> bool {
     let report: serde_json::Value = serde_json::from_slice(report).unwrap_or_default();
-    report
-        .get("runs_linux")
-        .and_then(serde_json::Value::as_bool)
-        .unwrap_or(false)
+    report.get("runs_linux").and_then(serde_json::Value::as_bool).unwrap_or(false)
 }
 
 #[cfg(test)]
@@ -36,13 +29,7 @@ mod tests {
     #[test]
     fn only_a_clear_yes_counts() {
         assert!(says_yes(br#"{"runs_linux":true,"other":1}"#));
-        for report in [
-            &b""[..],
-            b"{}",
-            b"{\"runs_linux\":false}",
-            b"{\"runs_linux\":\"true\"}",
-            b"panic",
-        ] {
+        for report in [&b""[..], b"{}", b"{\"runs_linux\":false}", b"{\"runs_linux\":\"true\"}", b"panic"] {
             assert!(!says_yes(report));
         }
     }

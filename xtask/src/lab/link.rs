@@ -42,9 +42,7 @@ impl Listeners {
             listener.set_nonblocking(true)?;
             Ok(Waiting { name, listener })
         };
-        Ok(Self {
-            waiting: names.iter().map(bind).collect::<Result<_>>()?,
-        })
+        Ok(Self { waiting: names.iter().map(bind).collect::<Result<_>>()? })
     }
 
     /// Takes QEMU's connections; `alive` fails when there will be none.
@@ -84,13 +82,7 @@ pub struct Link {
 impl Link {
     fn new() -> Self {
         let (sender, messages) = channel();
-        Self {
-            messages,
-            sender,
-            control: None,
-            stdout: Arc::default(),
-            stderr: Arc::default(),
-        }
+        Self { messages, sender, control: None, stdout: Arc::default(), stderr: Arc::default() }
     }
 
     fn attach(&mut self, name: &str, stream: UnixStream) -> Result<()> {
@@ -110,11 +102,7 @@ impl Link {
 
     /// The control port, for writing.
     pub fn control(&self) -> Result<UnixStream> {
-        Ok(self
-            .control
-            .as_ref()
-            .context("the control port is not connected")?
-            .try_clone()?)
+        Ok(self.control.as_ref().context("the control port is not connected")?.try_clone()?)
     }
 
     /// Whether this much of the command's output has been passed on.
@@ -169,14 +157,7 @@ mod tests {
         let seen: Vec<_> = messages.iter().collect();
         assert_eq!(
             seen,
-            [
-                FromLab::Up { kvm: true },
-                FromLab::Exited {
-                    code: 3,
-                    stdout_bytes: 1,
-                    stderr_bytes: 2
-                }
-            ]
+            [FromLab::Up { kvm: true }, FromLab::Exited { code: 3, stdout_bytes: 1, stderr_bytes: 2 }]
         );
     }
 
@@ -184,9 +165,7 @@ mod tests {
     fn a_port_that_nobody_connects_ends_at_the_deadline() {
         let dir = tempfile::tempdir().unwrap();
         let listeners = Listeners::bind(dir.path(), &[CONTROL_PORT]).unwrap();
-        let error = listeners
-            .accept(Instant::now() + Duration::from_millis(50), || Ok(()))
-            .unwrap_err();
+        let error = listeners.accept(Instant::now() + Duration::from_millis(50), || Ok(())).unwrap_err();
         assert!(error.to_string().contains(CONTROL_PORT));
     }
 }

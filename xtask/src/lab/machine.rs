@@ -92,10 +92,7 @@ impl Machine {
             &dir.join("qemu.log"),
             &arguments(plan, dir, &initrd, console),
         )?;
-        Ok(Self {
-            qemu,
-            _servers: servers,
-        })
+        Ok(Self { qemu, _servers: servers })
     }
 
     /// How QEMU ended, if it has.
@@ -156,10 +153,7 @@ fn initramfs(plan: &Plan<'_>) -> Result<Vec<u8>> {
 
 /// The ports a run has: the fourth only where there is a terminal.
 pub fn ports(plan: &Plan<'_>) -> Vec<&'static str> {
-    PORTS
-        .into_iter()
-        .filter(|name| *name != STDIN_PORT || plan.job.terminal.is_some())
-        .collect()
+    PORTS.into_iter().filter(|name| *name != STDIN_PORT || plan.job.terminal.is_some()).collect()
 }
 
 fn arguments(plan: &Plan<'_>, dir: &Path, initrd: &Path, console: &Path) -> Vec<String> {
@@ -173,10 +167,7 @@ fn arguments(plan: &Plan<'_>, dir: &Path, initrd: &Path, console: &Path) -> Vec<
     add("-smp", plan.cpus.to_string());
     add("-m", format!("{memory_mib}M"));
     // The virtiofs servers reach into the lab's memory, hence shared.
-    add(
-        "-object",
-        format!("memory-backend-memfd,id=mem,size={memory_mib}M,share=on"),
-    );
+    add("-object", format!("memory-backend-memfd,id=mem,size={memory_mib}M,share=on"));
     add("-kernel", plan.assets.kernel.vmlinuz().display().to_string());
     add("-initrd", initrd.display().to_string());
     add("-append", COMMAND_LINE.to_owned());
@@ -191,22 +182,13 @@ fn arguments(plan: &Plan<'_>, dir: &Path, initrd: &Path, console: &Path) -> Vec<
     add("-device", "virtio-rng-pci".to_owned());
     add("-device", "virtio-serial-pci".to_owned());
     for (n, name) in ports(plan).into_iter().enumerate() {
-        add(
-            "-chardev",
-            format!("socket,id=port{n},path={}", link::socket(dir, name).display()),
-        );
+        add("-chardev", format!("socket,id=port{n},path={}", link::socket(dir, name).display()));
         add("-device", format!("virtserialport,chardev=port{n},name={name}"));
     }
     for share in &plan.job.shares {
         let tag = &share.tag;
-        add(
-            "-chardev",
-            format!("socket,id={tag},path={}", link::socket(dir, tag).display()),
-        );
-        add(
-            "-device",
-            format!("vhost-user-fs-pci,chardev={tag},tag={tag},queue-size=1024"),
-        );
+        add("-chardev", format!("socket,id={tag},path={}", link::socket(dir, tag).display()));
+        add("-device", format!("vhost-user-fs-pci,chardev={tag},tag={tag},queue-size=1024"));
     }
     add("-serial", format!("file:{}", console.display()));
     add("-display", "none".to_owned());

@@ -88,18 +88,13 @@ fn run_here(options: &LabOptions, work: Work) -> Result<u8> {
     loop {
         if let Some(status) = child.try_wait()? {
             use std::os::unix::process::ExitStatusExt;
-            let code = status
-                .code()
-                .or_else(|| status.signal().map(|signal| 128 + signal));
+            let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
             return Ok(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX));
         }
         if Instant::now() >= deadline {
             child.kill()?;
             child.wait()?;
-            eprintln!(
-                "lab: {program} did not end in {} s and was killed",
-                options.timeout
-            );
+            eprintln!("lab: {program} did not end in {} s and was killed", options.timeout);
             return Ok(OUT_OF_TIME);
         }
         std::thread::sleep(Duration::from_millis(20));
@@ -108,8 +103,5 @@ fn run_here(options: &LabOptions, work: Work) -> Result<u8> {
 
 /// Where the console of a failed run is kept.
 fn kept_console(workspace: &Workspace) -> PathBuf {
-    workspace
-        .target
-        .join("lab")
-        .join(format!("console-{}.log", std::process::id()))
+    workspace.target.join("lab").join(format!("console-{}.log", std::process::id()))
 }

@@ -68,10 +68,7 @@ pub struct EnvPair {
 impl EnvPair {
     /// The variable `name` with `value`.
     pub fn new(name: &str, value: impl Into<String>) -> Self {
-        Self {
-            name: name.to_owned(),
-            value: value.into(),
-        }
+        Self { name: name.to_owned(), value: value.into() }
     }
 }
 
@@ -117,45 +114,25 @@ pub fn resolve<'a>(
     assets: &'a Assets,
 ) -> Result<Plan<'a>> {
     if !(512..=1 << 20).contains(&options.memory_mib) {
-        bail!(
-            "a lab of {} MiB is outside 512 to 1048576 MiB",
-            options.memory_mib
-        );
+        bail!("a lab of {} MiB is outside 512 to 1048576 MiB", options.memory_mib);
     }
     if !(1..=8).contains(&options.cpus) {
         bail!("a lab of {} CPUs is outside 1 to 8", options.cpus);
     }
     let current = std::env::current_dir().context("could not find the working directory")?;
-    let mut wanted = vec![
-        workspace.root.clone(),
-        workspace.target.clone(),
-        workspace.cache.clone(),
-    ];
+    let mut wanted = vec![workspace.root.clone(), workspace.target.clone(), workspace.cache.clone()];
     wanted.extend(options.shares.iter().cloned());
     let shares = shares_of(&wanted)?;
     let shared = |path: &Path| shares.iter().any(|share| path.starts_with(&share.path));
-    let cwd = if shared(&current) {
-        current
-    } else {
-        workspace.root.clone()
-    };
-    let immutable = workspace
-        .cache
-        .canonicalize()
-        .context("could not find the cache")?;
+    let cwd = if shared(&current) { current } else { workspace.root.clone() };
+    let immutable = workspace.cache.canonicalize().context("could not find the cache")?;
 
-    let mut env: BTreeMap<String, String> = options
-        .env
-        .iter()
-        .map(|pair| (pair.name.clone(), pair.value.clone()))
-        .collect();
+    let mut env: BTreeMap<String, String> =
+        options.env.iter().map(|pair| (pair.name.clone(), pair.value.clone())).collect();
     env.insert("OFFSHOOT_LAB".to_owned(), "1".to_owned());
     let (argv, size) = match work {
         Work::Command(argv) => (argv, None),
-        Work::Shell => (
-            vec!["/bin/bash".to_owned(), "-l".to_owned()],
-            Some(terminal::size()?),
-        ),
+        Work::Shell => (vec!["/bin/bash".to_owned(), "-l".to_owned()], Some(terminal::size()?)),
     };
     if argv.is_empty() {
         bail!("no command was given; say: cargo xtask lab -- COMMAND, or: cargo xtask lab shell");
@@ -192,9 +169,7 @@ fn shares_of(wanted: &[PathBuf]) -> Result<Vec<Share>> {
     let mut paths = Vec::new();
     for path in wanted {
         std::fs::create_dir_all(path).with_context(|| format!("could not create {}", path.display()))?;
-        let path = path
-            .canonicalize()
-            .with_context(|| format!("could not find {}", path.display()))?;
+        let path = path.canonicalize().with_context(|| format!("could not find {}", path.display()))?;
         let system = ["/dev", "/proc", "/sys", "/run", "/usr", "/etc", "/lib", "/bin"];
         if path == Path::new("/")
             || path == Path::new("/tmp")
@@ -214,14 +189,7 @@ fn shares_of(wanted: &[PathBuf]) -> Result<Vec<Share>> {
             kept.push(path);
         }
     }
-    Ok(kept
-        .into_iter()
-        .enumerate()
-        .map(|(n, path)| Share {
-            tag: format!("share{n}"),
-            path,
-        })
-        .collect())
+    Ok(kept.into_iter().enumerate().map(|(n, path)| Share { tag: format!("share{n}"), path }).collect())
 }
 
 #[cfg(test)]
@@ -232,12 +200,7 @@ mod tests {
     fn a_directory_within_another_needs_no_share_of_its_own() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().canonicalize().unwrap();
-        let wanted = [
-            root.join("a"),
-            root.join("a/target"),
-            root.join("ab"),
-            root.join("a"),
-        ];
+        let wanted = [root.join("a"), root.join("a/target"), root.join("ab"), root.join("a")];
         let shares = shares_of(&wanted).unwrap();
         let paths: Vec<_> = shares.iter().map(|share| share.path.clone()).collect();
         assert_eq!(paths, [root.join("a"), root.join("ab")]);

@@ -46,10 +46,7 @@ struct Signals {
 
 impl Signals {
     fn watch() -> Result<Self> {
-        let signals = Self {
-            ended_by: Arc::default(),
-            resized: Arc::default(),
-        };
+        let signals = Self { ended_by: Arc::default(), resized: Arc::default() };
         for signal in [SIGINT, SIGTERM, SIGHUP] {
             let number = usize::try_from(signal).context("signals are positive")?;
             signal_hook::flag::register_usize(signal, Arc::clone(&signals.ended_by), number)?;
@@ -107,9 +104,7 @@ fn drive(
     let link = listeners.accept(started + BOOT_LIMIT, || match machine.ended()? {
         Some(status) => bail!(
             "QEMU ended with {status} before it connected: {}",
-            fs::read_to_string(scratch.path().join("qemu.log"))
-                .unwrap_or_default()
-                .trim()
+            fs::read_to_string(scratch.path().join("qemu.log")).unwrap_or_default().trim()
         ),
         None => Ok(()),
     })?;
@@ -139,19 +134,11 @@ fn watch(
                 up = true;
                 deadline = Instant::now() + plan.timeout;
                 if plan.verbose {
-                    let has = if kvm {
-                        "/dev/kvm opens"
-                    } else {
-                        "there is NO /dev/kvm"
-                    };
+                    let has = if kvm { "/dev/kvm opens" } else { "there is NO /dev/kvm" };
                     eprintln!("lab: up after {:.1} s ({has})", started.elapsed().as_secs_f64());
                 }
             }
-            Ok(FromLab::Exited {
-                code,
-                stdout_bytes,
-                stderr_bytes,
-            }) => {
+            Ok(FromLab::Exited { code, stdout_bytes, stderr_bytes }) => {
                 return Ok(drain(link, code, stdout_bytes, stderr_bytes));
             }
             Ok(FromLab::NotStarted { message }) => return Ok(Ending::Failed(message, LAB_FAILED)),
@@ -170,23 +157,14 @@ fn watch(
         if ticks % CONSOLE_TICKS == 0
             && let Some(line) = console.fatal_line()
         {
-            return Ok(Ending::Failed(
-                format!("the lab's kernel failed: {line}"),
-                LAB_FAILED,
-            ));
+            return Ok(Ending::Failed(format!("the lab's kernel failed: {line}"), LAB_FAILED));
         }
         if Instant::now() >= deadline {
             return Ok(if up {
                 let limit = plan.timeout.as_secs();
-                Ending::Failed(
-                    format!("the command did not end in {limit} s and was ended"),
-                    OUT_OF_TIME,
-                )
+                Ending::Failed(format!("the command did not end in {limit} s and was ended"), OUT_OF_TIME)
             } else {
-                Ending::Failed(
-                    format!("the lab was not up after {} s", BOOT_LIMIT.as_secs()),
-                    LAB_FAILED,
-                )
+                Ending::Failed(format!("the lab was not up after {} s", BOOT_LIMIT.as_secs()), LAB_FAILED)
             });
         }
         let signal = signals.ended_by.load(Ordering::SeqCst);
@@ -225,20 +203,14 @@ fn resize(control: &mut UnixStream) {
 
 fn report_failure(plan: &Plan<'_>, what: &str, console: &Console, scratch: &Scratch) {
     eprintln!("lab: {what}");
-    eprintln!(
-        "lab: the console's last lines:\n{}",
-        console.last_lines(console::FAILURE_LINES)
-    );
+    eprintln!("lab: the console's last lines:\n{}", console.last_lines(console::FAILURE_LINES));
     let said = fs::read_to_string(scratch.path().join("qemu.log")).unwrap_or_default();
     if !said.trim().is_empty() {
         eprintln!("lab: {} said: {}", plan.assets.qemu_version(), said.trim());
     }
     let kept = &plan.failed_console;
-    let copied = kept
-        .parent()
-        .map(fs::create_dir_all)
-        .transpose()
-        .and_then(|_| fs::copy(console.path(), kept));
+    let copied =
+        kept.parent().map(fs::create_dir_all).transpose().and_then(|_| fs::copy(console.path(), kept));
     match copied {
         Ok(_) => eprintln!("lab: the whole console: {}", kept.display()),
         Err(error) => eprintln!("lab: could not keep the console in {}: {error}", kept.display()),

@@ -28,10 +28,7 @@ impl Scratch {
         let dir = tempfile::Builder::new().prefix(PREFIX).tempdir_in(&parent);
         let dir = dir.with_context(|| format!("could not create a directory in {}", parent.display()))?;
         if dir.path().as_os_str().len() + LONGEST_NAME > 107 {
-            bail!(
-                "{} is too long a path for sockets; set TMPDIR to a shorter one",
-                dir.path().display()
-            );
+            bail!("{} is too long a path for sockets; set TMPDIR to a shorter one", dir.path().display());
         }
         let lock = File::create(dir.path().join(LOCK)).context("could not create a lock file")?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive).context("could not lock a new file")?;

@@ -15,10 +15,7 @@ pub fn size() -> Result<TerminalSize> {
         );
     }
     let size = tcgetwinsize(&stdin).context("could not read the terminal's size")?;
-    Ok(TerminalSize {
-        rows: size.ws_row,
-        columns: size.ws_col,
-    })
+    Ok(TerminalSize { rows: size.ws_row, columns: size.ws_col })
 }
 
 /// The terminal passing every key on; as it was before once this is dropped.

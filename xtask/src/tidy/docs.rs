@@ -10,10 +10,7 @@ const TOP: [&str; 7] = ["crates/", "docs/", "xtask/", "bench/", "tests/", "fuzz/
 /// Checks every Markdown file of `files`.
 pub fn check(root: &Path, files: &[PathBuf]) -> Result<Vec<String>> {
     let mut problems = Vec::new();
-    for file in files
-        .iter()
-        .filter(|file| file.extension().is_some_and(|extension| extension == "md"))
-    {
+    for file in files.iter().filter(|file| file.extension().is_some_and(|extension| extension == "md")) {
         let path = root.join(file);
         let text =
             std::fs::read_to_string(&path).with_context(|| format!("could not read {}", path.display()))?;
@@ -22,11 +19,7 @@ pub fn check(root: &Path, files: &[PathBuf]) -> Result<Vec<String>> {
             let in_code = code_paths(line).filter(|named| !exists(root, named));
             let linked = link_targets(line).filter(|target| !here.join(target).exists());
             for missing in in_code.chain(linked) {
-                problems.push(format!(
-                    "{}:{}: {missing} does not exist",
-                    file.display(),
-                    number + 1
-                ));
+                problems.push(format!("{}:{}: {missing} does not exist", file.display(), number + 1));
             }
         }
     }
@@ -77,10 +70,7 @@ mod tests {
         let problems = check(dir.path(), &["README.md".into(), "docs/there.md".into()]).unwrap();
         assert_eq!(
             problems,
-            [
-                "README.md:2: docs/gone.md does not exist",
-                "README.md:2: gone.md does not exist"
-            ]
+            ["README.md:2: docs/gone.md does not exist", "README.md:2: gone.md does not exist"]
         );
     }
 }

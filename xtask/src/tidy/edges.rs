@@ -10,14 +10,11 @@ pub fn check(metadata: &str, list: &str) -> Result<Vec<String>> {
     let allowed = listed_edges(list)?;
     let mut problems = Vec::new();
     for (from, to) in real.difference(&allowed) {
-        problems.push(format!(
-            "{from} uses {to}, which xtask/src/tidy/edges.txt does not allow"
-        ));
+        problems.push(format!("{from} uses {to}, which xtask/src/tidy/edges.txt does not allow"));
     }
     for (from, to) in allowed.difference(&real) {
-        problems.push(format!(
-            "xtask/src/tidy/edges.txt allows {from} -> {to}, which does not exist; remove it"
-        ));
+        problems
+            .push(format!("xtask/src/tidy/edges.txt allows {from} -> {to}, which does not exist; remove it"));
     }
     Ok(problems)
 }
@@ -27,9 +24,7 @@ type Edges = BTreeSet<(String, String)>;
 fn real_edges(metadata: &str) -> Result<Edges> {
     let metadata: serde_json::Value =
         serde_json::from_str(metadata).context("cargo metadata wrote no JSON")?;
-    let packages = metadata["packages"]
-        .as_array()
-        .context("cargo metadata names no packages")?;
+    let packages = metadata["packages"].as_array().context("cargo metadata names no packages")?;
     let mut edges = Edges::new();
     for package in packages {
         let from = package["name"].as_str().context("a package has no name")?;
@@ -45,18 +40,9 @@ fn real_edges(metadata: &str) -> Result<Edges> {
 
 fn listed_edges(list: &str) -> Result<Edges> {
     let mut edges = Edges::new();
-    for line in list
-        .lines()
-        .map(str::trim)
-        .filter(|line| !line.is_empty() && !line.starts_with('#'))
-    {
-        let (from, to) = line
-            .split_once("->")
-            .with_context(|| format!("{line:?} is not CRATE -> CRATE…"))?;
-        edges.extend(
-            to.split_whitespace()
-                .map(|to| (from.trim().to_owned(), to.to_owned())),
-        );
+    for line in list.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        let (from, to) = line.split_once("->").with_context(|| format!("{line:?} is not CRATE -> CRATE…"))?;
+        edges.extend(to.split_whitespace().map(|to| (from.trim().to_owned(), to.to_owned())));
     }
     Ok(edges)
 }
@@ -71,11 +57,7 @@ mod tests {
 
     #[test]
     fn listed_edges_are_fine() {
-        assert!(
-            check(METADATA, "# who -> whom\ncli -> host\n")
-                .unwrap()
-                .is_empty()
-        );
+        assert!(check(METADATA, "# who -> whom\ncli -> host\n").unwrap().is_empty());
     }
 
     #[test]

@@ -21,11 +21,7 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     let mut problems = edges::check(&metadata, include_str!("edges.txt"))?;
     let files = files(&workspace.root)?;
     problems.extend(docs::check(&workspace.root, &files)?);
-    problems.extend(sizes::check(
-        &workspace.root,
-        &files,
-        include_str!("long-files.txt"),
-    )?);
+    problems.extend(sizes::check(&workspace.root, &files, include_str!("long-files.txt"))?);
     if problems.is_empty() {
         return Ok(());
     }
@@ -35,13 +31,9 @@ pub fn run(workspace: &Workspace) -> Result<()> {
 /// The files that git knows or would add, relative to the checkout.
 fn files(root: &Path) -> Result<Vec<PathBuf>> {
     let mut git = Command::new("git");
-    git.current_dir(root)
-        .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
+    git.current_dir(root).args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
     let list = output(&mut git)?;
-    let paths = list
-        .split('\0')
-        .filter(|path| !path.is_empty())
-        .map(PathBuf::from);
+    let paths = list.split('\0').filter(|path| !path.is_empty()).map(PathBuf::from);
     // A file that was removed but not yet committed is still listed.
     Ok(paths.filter(|path| root.join(path).exists()).collect())
 }

@@ -11,17 +11,9 @@ const LIMIT_LINES: usize = 400;
 /// Checks every Rust file of `files`; `exceptions` has lines of `path lines` with the most each may have.
 pub fn check(root: &Path, files: &[PathBuf], exceptions: &str) -> Result<Vec<String>> {
     let mut allowed = BTreeMap::new();
-    for line in exceptions
-        .lines()
-        .filter(|line| !line.trim().is_empty() && !line.starts_with('#'))
-    {
-        let (path, lines) = line
-            .split_once(' ')
-            .with_context(|| format!("{line:?} is not PATH LINES"))?;
-        let lines: usize = lines
-            .trim()
-            .parse()
-            .with_context(|| format!("{line:?} is not PATH LINES"))?;
+    for line in exceptions.lines().filter(|line| !line.trim().is_empty() && !line.starts_with('#')) {
+        let (path, lines) = line.split_once(' ').with_context(|| format!("{line:?} is not PATH LINES"))?;
+        let lines: usize = lines.trim().parse().with_context(|| format!("{line:?} is not PATH LINES"))?;
         allowed.insert(PathBuf::from(path), lines);
     }
     let mut problems = Vec::new();
@@ -34,28 +26,20 @@ pub fn check(root: &Path, files: &[PathBuf], exceptions: &str) -> Result<Vec<Str
         let limit = exception.unwrap_or(LIMIT_LINES);
         let file = file.display();
         if lines > limit {
-            problems.push(format!(
-                "{file} has {lines} lines without tests, {limit} are allowed; split it"
-            ));
+            problems.push(format!("{file} has {lines} lines without tests, {limit} are allowed; split it"));
         } else if exception.is_some() && lines <= LIMIT_LINES {
-            problems.push(format!(
-                "{file} needs no exception in xtask/src/tidy/long-files.txt any more"
-            ));
+            problems.push(format!("{file} needs no exception in xtask/src/tidy/long-files.txt any more"));
         }
     }
     problems.extend(
-        allowed
-            .keys()
-            .map(|path| format!("long-files.txt names {}, which is not there", path.display())),
+        allowed.keys().map(|path| format!("long-files.txt names {}, which is not there", path.display())),
     );
     Ok(problems)
 }
 
 /// A Rust file that is not all tests.
 fn is_source(file: &Path) -> bool {
-    let tests = file
-        .components()
-        .any(|part| matches!(part.as_os_str().to_str(), Some("tests" | "tests.rs")));
+    let tests = file.components().any(|part| matches!(part.as_os_str().to_str(), Some("tests" | "tests.rs")));
     file.extension().is_some_and(|extension| extension == "rs") && !tests
 }
 
@@ -70,11 +54,8 @@ mod tests {
 
     fn check_one(lines: usize, exceptions: &str) -> Vec<String> {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(
-            dir.path().join("a.rs"),
-            "x\n".repeat(lines) + "#[cfg(test)]\n" + &"y\n".repeat(999),
-        )
-        .unwrap();
+        std::fs::write(dir.path().join("a.rs"), "x\n".repeat(lines) + "#[cfg(test)]\n" + &"y\n".repeat(999))
+            .unwrap();
         check(dir.path(), &["a.rs".into()], exceptions).unwrap()
     }
 

@@ -76,10 +76,7 @@ pub struct ConnectError {
 impl ConnectError {
     /// An error with this code.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
-        Self {
-            code,
-            message: message.into(),
-        }
+        Self { code, message: message.into() }
     }
 }
 
@@ -104,18 +101,13 @@ pub fn stream_error(error: &ConnectError) -> Answer {
 
 fn streaming(body: crate::http::Body) -> Answer {
     let mut answer = Response::new(body);
-    answer
-        .headers_mut()
-        .insert(CONTENT_TYPE, HeaderValue::from_static("application/connect+json"));
+    answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/connect+json"));
     answer
 }
 
 /// One message as an envelope.
 pub fn envelope(message: &impl Serialize) -> Bytes {
-    with_header(
-        0,
-        &serde_json::to_vec(message).expect("messages have string keys and finite numbers"),
-    )
+    with_header(0, &serde_json::to_vec(message).expect("messages have string keys and finite numbers"))
 }
 
 /// The last envelope of a stream.
@@ -151,15 +143,8 @@ pub async fn read_unary<Message: DeserializeOwned>(
 }
 
 fn expect_type(headers: &HeaderMap, expected: &str) -> Result<(), ConnectError> {
-    let given = headers
-        .get(CONTENT_TYPE)
-        .and_then(|value| value.to_str().ok())
-        .unwrap_or_default();
-    if given
-        .split(';')
-        .next()
-        .is_some_and(|kind| kind.trim().eq_ignore_ascii_case(expected))
-    {
+    let given = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    if given.split(';').next().is_some_and(|kind| kind.trim().eq_ignore_ascii_case(expected)) {
         return Ok(());
     }
     let message =
@@ -169,10 +154,7 @@ fn expect_type(headers: &HeaderMap, expected: &str) -> Result<(), ConnectError> 
 
 fn parse<Message: DeserializeOwned>(bytes: &[u8]) -> Result<Message, ConnectError> {
     serde_json::from_slice(bytes).map_err(|error| {
-        ConnectError::new(
-            Code::InvalidArgument,
-            format!("the request is not understood: {error}"),
-        )
+        ConnectError::new(Code::InvalidArgument, format!("the request is not understood: {error}"))
     })
 }
 
@@ -189,10 +171,7 @@ impl Messages {
     /// Other content types.
     pub fn new(headers: &HeaderMap, body: Incoming) -> Result<Self, ConnectError> {
         expect_type(headers, "application/connect+json")?;
-        Ok(Self {
-            body,
-            buffer: BytesMut::new(),
-        })
+        Ok(Self { body, buffer: BytesMut::new() })
     }
 
     /// The next message; `None` at the end.
@@ -207,12 +186,8 @@ impl Messages {
                 }
                 return parse(if payload.is_empty() { b"{}" } else { &payload }).map(Some);
             }
-            let broken = || {
-                ConnectError::new(
-                    Code::InvalidArgument,
-                    "the request ended in the middle of a message",
-                )
-            };
+            let broken =
+                || ConnectError::new(Code::InvalidArgument, "the request ended in the middle of a message");
             match self.body.frame().await {
                 None if self.buffer.is_empty() => return Ok(None),
                 None | Some(Err(_)) => return Err(broken()),
@@ -278,9 +253,7 @@ pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, ConnectError> {
 /// `Keepalive-Ping-Interval`, seconds; 90 where absent or not a number.
 pub fn keepalive(headers: &HeaderMap) -> Duration {
     const DEFAULT_SECONDS: u64 = 90;
-    let seconds = headers
-        .get("keepalive-ping-interval")
-        .and_then(|value| value.to_str().ok()?.parse().ok());
+    let seconds = headers.get("keepalive-ping-interval").and_then(|value| value.to_str().ok()?.parse().ok());
     Duration::from_secs(seconds.unwrap_or(DEFAULT_SECONDS).max(1))
 }
 
@@ -295,10 +268,7 @@ pub fn basic_user(headers: &HeaderMap) -> Result<Option<String>, ConnectError> {
     let decoded = value
         .to_str()
         .ok()
-        .and_then(|text| {
-            text.strip_prefix("Basic ")
-                .or_else(|| text.strip_prefix("basic "))
-        })
+        .and_then(|text| text.strip_prefix("Basic ").or_else(|| text.strip_prefix("basic ")))
         .and_then(super::messages::decode_base64)
         .and_then(|bytes| String::from_utf8(bytes).ok());
     let Some(decoded) = decoded else {
@@ -323,25 +293,16 @@ mod tests {
             assert_eq!(take_envelope(&mut buffer), Ok(None), "after {index} bytes");
             buffer.put_u8(*byte);
         }
-        assert_eq!(
-            take_envelope(&mut buffer),
-            Ok(Some((0, Bytes::from_static(b"{\"a\":1}"))))
-        );
+        assert_eq!(take_envelope(&mut buffer), Ok(Some((0, Bytes::from_static(b"{\"a\":1}")))));
         assert!(buffer.is_empty());
     }
 
     #[test]
     fn long_and_compressed_envelopes_are_refused() {
         let mut long = BytesMut::from(&[0, 255, 0, 0, 0][..]);
-        assert_eq!(
-            take_envelope(&mut long).unwrap_err().code,
-            Code::ResourceExhausted
-        );
+        assert_eq!(take_envelope(&mut long).unwrap_err().code, Code::ResourceExhausted);
         let mut compressed = BytesMut::from(&[1, 0, 0, 0, 0][..]);
-        assert_eq!(
-            take_envelope(&mut compressed).unwrap_err().code,
-            Code::Unimplemented
-        );
+        assert_eq!(take_envelope(&mut compressed).unwrap_err().code, Code::Unimplemented);
     }
 
     #[test]

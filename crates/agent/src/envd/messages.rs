@@ -22,25 +22,13 @@ use super::connect::{Code, ConnectError};
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct ProcessConfig {
     /// Program.
-    #[serde(
-        default,
-        deserialize_with = "or_default",
-        skip_serializing_if = "String::is_empty"
-    )]
+    #[serde(default, deserialize_with = "or_default", skip_serializing_if = "String::is_empty")]
     pub cmd: String,
     /// Arguments.
-    #[serde(
-        default,
-        deserialize_with = "or_default",
-        skip_serializing_if = "Vec::is_empty"
-    )]
+    #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
     pub args: Vec<String>,
     /// Environment.
-    #[serde(
-        default,
-        deserialize_with = "or_default",
-        skip_serializing_if = "BTreeMap::is_empty"
-    )]
+    #[serde(default, deserialize_with = "or_default", skip_serializing_if = "BTreeMap::is_empty")]
     pub envs: BTreeMap<String, String>,
     /// Working directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -70,17 +58,10 @@ impl Pty {
     /// The size; 80 by 24 where none is given.
     pub fn size(&self) -> PtySize {
         let given = |number: u32, default: u16| {
-            if number == 0 {
-                default
-            } else {
-                number.min(u16::MAX.into()) as u16
-            }
+            if number == 0 { default } else { number.min(u16::MAX.into()) as u16 }
         };
         let size = self.size.clone().unwrap_or_default();
-        PtySize {
-            cols: given(size.cols, 80),
-            rows: given(size.rows, 24),
-        }
+        PtySize { cols: given(size.cols, 80), rows: given(size.rows, 24) }
     }
 }
 
@@ -118,17 +99,15 @@ impl ProcessSelector {
     pub fn selector(&self) -> Result<Selector, ConnectError> {
         let number = |value: &Value| value.as_i64().or_else(|| value.as_str()?.parse().ok());
         match (&self.pid, &self.tag) {
-            (Some(pid), _) => number(pid)
-                .and_then(|pid| i32::try_from(pid).ok())
-                .map(Selector::Pid)
-                .ok_or_else(|| {
+            (Some(pid), _) => {
+                number(pid).and_then(|pid| i32::try_from(pid).ok()).map(Selector::Pid).ok_or_else(|| {
                     ConnectError::new(Code::InvalidArgument, format!("pid {pid} is not a process id"))
-                }),
+                })
+            }
             (None, Some(tag)) => Ok(Selector::Tag(tag.clone())),
-            (None, None) => Err(ConnectError::new(
-                Code::InvalidArgument,
-                "name the process by \"pid\" or \"tag\"",
-            )),
+            (None, None) => {
+                Err(ConnectError::new(Code::InvalidArgument, "name the process by \"pid\" or \"tag\""))
+            }
         }
     }
 }
@@ -183,10 +162,9 @@ impl ProcessInput {
         match (&self.stdin, &self.pty) {
             (Some(text), _) => decode(text).map(Input::Stdin),
             (None, Some(text)) => decode(text).map(Input::Pty),
-            (None, None) => Err(ConnectError::new(
-                Code::InvalidArgument,
-                "give input as \"stdin\" or \"pty\"",
-            )),
+            (None, None) => {
+                Err(ConnectError::new(Code::InvalidArgument, "give input as \"stdin\" or \"pty\""))
+            }
         }
     }
 }
@@ -241,10 +219,8 @@ impl SendSignalRequest {
             (Some("SIGNAL_SIGKILL"), _) | (_, Some(9)) => Ok(libc::SIGKILL),
             (Some("SIGNAL_SIGTERM"), _) | (_, Some(15)) => Ok(libc::SIGTERM),
             _ => {
-                let message = format!(
-                    "signal {} cannot be sent: use SIGNAL_SIGTERM or SIGNAL_SIGKILL",
-                    self.signal
-                );
+                let message =
+                    format!("signal {} cannot be sent: use SIGNAL_SIGTERM or SIGNAL_SIGKILL", self.signal);
                 Err(ConnectError::new(Code::InvalidArgument, message))
             }
         }
@@ -323,11 +299,7 @@ pub fn decode_base64(text: &str) -> Option<Vec<u8>> {
         GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent);
     const STANDARD_LENIENT: GeneralPurpose = GeneralPurpose::new(&alphabet::STANDARD, LENIENT);
     const URL_LENIENT: GeneralPurpose = GeneralPurpose::new(&alphabet::URL_SAFE, LENIENT);
-    let engine = if text.contains(['-', '_']) {
-        URL_LENIENT
-    } else {
-        STANDARD_LENIENT
-    };
+    let engine = if text.contains(['-', '_']) { URL_LENIENT } else { STANDARD_LENIENT };
     engine.decode(text).ok()
 }
 
@@ -353,11 +325,7 @@ mod tests {
     use super::*;
 
     fn end_of(exit: Exit) -> Value {
-        end_event(End {
-            exit,
-            timed_out: false,
-        })["event"]["end"]
-            .take()
+        end_event(End { exit, timed_out: false })["event"]["end"].take()
     }
 
     #[test]
@@ -368,13 +336,7 @@ mod tests {
         assert_eq!(end_of(Exit::Code(3)), failure);
         let killed =
             serde_json::json!({"exitCode": -1, "status": "signal: killed", "error": "signal: killed"});
-        assert_eq!(
-            end_of(Exit::Signal {
-                number: 9,
-                core_dumped: false
-            }),
-            killed
-        );
+        assert_eq!(end_of(Exit::Signal { number: 9, core_dumped: false }), killed);
     }
 
     #[test]

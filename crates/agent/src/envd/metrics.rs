@@ -39,23 +39,15 @@ impl Metrics {
         let stat = std::fs::read_to_string("/proc/stat").unwrap_or_default();
         let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let now = cpu_times(&stat);
-        let before = std::mem::replace(
-            &mut *self.last.lock().unwrap_or_else(PoisonError::into_inner),
-            now,
-        );
+        let before = std::mem::replace(&mut *self.last.lock().unwrap_or_else(PoisonError::into_inner), now);
         let memory = |name| meminfo_bytes(&meminfo, name);
         let mem_total = memory("MemTotal");
         let mem_used = mem_total.saturating_sub(memory("MemAvailable"));
         let (disk_used, disk_total) = rustix::fs::statvfs("/").map_or((0, 0), |disk| {
-            (
-                disk.f_blocks.saturating_sub(disk.f_bfree) * disk.f_frsize,
-                disk.f_blocks * disk.f_frsize,
-            )
+            (disk.f_blocks.saturating_sub(disk.f_bfree) * disk.f_frsize, disk.f_blocks * disk.f_frsize)
         });
         Sample {
-            ts: SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .map_or(0, |since| since.as_secs()),
+            ts: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             cpu_count: cpu_count(&stat),
             cpu_used_pct: used_percent(before, now),
             mem_total,
@@ -75,19 +67,11 @@ fn cpu_times(stat: &str) -> CpuTimes {
     /// Guest time is contained in user time.
     const COUNTED: usize = 8;
     let line = stat.lines().next().unwrap_or_default();
-    let fields = line
-        .split_ascii_whitespace()
-        .skip(1)
-        .take(COUNTED)
-        .map(|field| field.parse().unwrap_or(0));
-    fields
-        .enumerate()
-        .fold(CpuTimes::default(), |times, (index, ticks): (usize, u64)| {
-            CpuTimes {
-                busy: times.busy + if matches!(index, IDLE | IO_WAIT) { 0 } else { ticks },
-                all: times.all + ticks,
-            }
-        })
+    let fields = line.split_ascii_whitespace().skip(1).take(COUNTED).map(|field| field.parse().unwrap_or(0));
+    fields.enumerate().fold(CpuTimes::default(), |times, (index, ticks): (usize, u64)| CpuTimes {
+        busy: times.busy + if matches!(index, IDLE | IO_WAIT) { 0 } else { ticks },
+        all: times.all + ticks,
+    })
 }
 
 fn used_percent(before: CpuTimes, now: CpuTimes) -> f64 {
@@ -100,18 +84,12 @@ fn used_percent(before: CpuTimes, now: CpuTimes) -> f64 {
 }
 
 fn cpu_count(stat: &str) -> u32 {
-    stat.lines()
-        .filter(|line| line.starts_with("cpu") && !line.starts_with("cpu "))
-        .count() as u32
+    stat.lines().filter(|line| line.starts_with("cpu") && !line.starts_with("cpu ")).count() as u32
 }
 
 fn meminfo_bytes(meminfo: &str, name: &str) -> u64 {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-    line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok())
-        .unwrap_or(0)
-        * 1024
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) * 1024
 }
 
 #[cfg(test)]
@@ -128,10 +106,7 @@ mod tests {
 
     #[test]
     fn memory_lines_are_found_by_whole_name() {
-        assert_eq!(
-            meminfo_bytes("MemTotal:  10 kB\nCached: 3 kB\n", "Cached"),
-            3 * 1024
-        );
+        assert_eq!(meminfo_bytes("MemTotal:  10 kB\nCached: 3 kB\n", "Cached"), 3 * 1024);
         assert_eq!(meminfo_bytes("SwapCached: 3 kB\n", "Cached"), 0);
     }
 }

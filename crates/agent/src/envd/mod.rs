@@ -23,9 +23,7 @@ pub async fn handle(agent: Arc<Agent>, request: Request<Incoming>) -> Answer {
     match (&parts.method, path) {
         (&Method::GET, "/health") => {
             let mut answer = status(StatusCode::NO_CONTENT);
-            answer
-                .headers_mut()
-                .insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+            answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
             answer
         }
         (&Method::GET, "/metrics") => json(StatusCode::OK, &agent.metrics.sample()),
@@ -51,15 +49,9 @@ fn unknown_call(service: &str, method: &str) -> Answer {
         return not_found(&Method::POST, &format!("/{service}/{method}"));
     }
     let message = format!("{service}/{method} is not served by this agent");
-    connect::unary(Err::<(), _>(connect::ConnectError::new(
-        connect::Code::Unimplemented,
-        message,
-    )))
+    connect::unary(Err::<(), _>(connect::ConnectError::new(connect::Code::Unimplemented, message)))
 }
 
 fn not_found(method: &Method, path: &str) -> Answer {
-    error(
-        StatusCode::NOT_FOUND,
-        format!("{method} {path} is not served here"),
-    )
+    error(StatusCode::NOT_FOUND, format!("{method} {path} is not served here"))
 }

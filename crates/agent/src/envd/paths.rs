@@ -33,27 +33,19 @@ pub fn resolve(path: &str, user: &User) -> Result<PathBuf, PathError> {
         return Err(PathError::Empty);
     }
     if path.contains('\0') {
-        return Err(PathError::ZeroByte {
-            path: path.to_owned(),
-        });
+        return Err(PathError::ZeroByte { path: path.to_owned() });
     }
     if let Some(rest) = path.strip_prefix('~') {
         let rest = match rest.strip_prefix('/') {
             Some(rest) => rest,
             None if rest.is_empty() => "",
             None => {
-                return Err(PathError::OtherHome {
-                    path: path.to_owned(),
-                });
+                return Err(PathError::OtherHome { path: path.to_owned() });
             }
         };
         return Ok(user.home.join(rest.trim_start_matches('/')));
     }
-    Ok(if Path::new(path).is_absolute() {
-        PathBuf::from(path)
-    } else {
-        user.home.join(path)
-    })
+    Ok(if Path::new(path).is_absolute() { PathBuf::from(path) } else { user.home.join(path) })
 }
 
 #[cfg(test)]
@@ -62,13 +54,7 @@ mod tests {
 
     #[test]
     fn paths_begin_at_home_or_root() {
-        let user = User {
-            name: "u".into(),
-            uid: 1,
-            gid: 1,
-            home: "/home/u".into(),
-            groups: vec![],
-        };
+        let user = User { name: "u".into(), uid: 1, gid: 1, home: "/home/u".into(), groups: vec![] };
         assert_eq!(resolve("a/b", &user), Ok("/home/u/a/b".into()));
         assert_eq!(resolve("~", &user), Ok("/home/u/".into()));
         assert_eq!(resolve("~/x", &user), Ok("/home/u/x".into()));

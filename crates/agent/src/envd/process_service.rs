@@ -31,12 +31,10 @@ const UNARY_LIMIT: Duration = Duration::from_secs(60);
 /// Answers a call of the service; `None` for methods it does not have.
 pub async fn call(agent: Arc<Agent>, method: &str, headers: HeaderMap, body: Incoming) -> Option<Answer> {
     let answer = match method {
-        "Start" => start(&agent, &headers, body)
-            .await
-            .unwrap_or_else(|error| connect::stream_error(&error)),
-        "Connect" => attach(&agent, &headers, body)
-            .await
-            .unwrap_or_else(|error| connect::stream_error(&error)),
+        "Start" => start(&agent, &headers, body).await.unwrap_or_else(|error| connect::stream_error(&error)),
+        "Connect" => {
+            attach(&agent, &headers, body).await.unwrap_or_else(|error| connect::stream_error(&error))
+        }
         "StreamInput" => {
             let result = stream_input(&agent, &headers, body).await;
             let envelopes = match &result {
@@ -60,15 +58,11 @@ async fn unary_in_time(
     body: Incoming,
 ) -> Result<Value, ConnectError> {
     let limit = connect::timeout(headers)?.unwrap_or(UNARY_LIMIT);
-    tokio::time::timeout(limit, unary(agent, method, headers, body))
-        .await
-        .unwrap_or_else(|_| {
-            let message = format!(
-                "{method} was not done after {} ms: is the process reading?",
-                limit.as_millis()
-            );
-            Err(ConnectError::new(Code::DeadlineExceeded, message))
-        })
+    tokio::time::timeout(limit, unary(agent, method, headers, body)).await.unwrap_or_else(|_| {
+        let message =
+            format!("{method} was not done after {} ms: is the process reading?", limit.as_millis());
+        Err(ConnectError::new(Code::DeadlineExceeded, message))
+    })
 }
 
 async fn unary(
@@ -88,10 +82,7 @@ async fn unary(
         }
         "CloseStdin" => {
             let request: SelectRequest = connect::read_unary(headers, body).await?;
-            find(agent, &request.process)?
-                .close_stdin()
-                .await
-                .map_err(refused)?;
+            find(agent, &request.process)?.close_stdin().await.map_err(refused)?;
         }
         "Update" => {
             let request: UpdateRequest = connect::read_unary(headers, body).await?;
@@ -109,27 +100,12 @@ async fn unary(
 }
 
 fn list(agent: &Agent) -> Value {
-    let processes: Vec<Value> = agent
-        .processes
-        .living()
-        .iter()
-        .map(|process| describe(process))
-        .collect();
-    if processes.is_empty() {
-        json!({})
-    } else {
-        json!({ "processes": processes })
-    }
+    let processes: Vec<Value> = agent.processes.living().iter().map(|process| describe(process)).collect();
+    if processes.is_empty() { json!({}) } else { json!({ "processes": processes }) }
 }
 
 fn describe(process: &Process) -> Value {
-    let Description {
-        cmd,
-        args,
-        envs,
-        cwd,
-        tag,
-    } = process.description.clone();
+    let Description { cmd, args, envs, cwd, tag } = process.description.clone();
     let mut value = json!({ "config": ProcessConfig { cmd, args, envs, cwd }, "pid": process.pid() });
     if let Some(tag) = tag {
         value["tag"] = tag.into();
@@ -149,10 +125,7 @@ fn send_signal(agent: &Agent, request: &SendSignalRequest) -> Result<(), Connect
     let process = find(agent, &request.process)?;
     match process.signal(request.signal()?) {
         Ok(true) => Ok(()),
-        Ok(false) => Err(ConnectError::new(
-            Code::NotFound,
-            format!("process {} has ended", process.pid()),
-        )),
+        Ok(false) => Err(ConnectError::new(Code::NotFound, format!("process {} has ended", process.pid()))),
         Err(error) => {
             let message = format!("could not signal process {}: {error}", process.pid());
             Err(ConnectError::new(Code::Internal, message))
@@ -189,10 +162,7 @@ async fn stream_input(agent: &Agent, headers: &HeaderMap, body: Incoming) -> Res
         }
         let Some(data) = message.data else { continue };
         let process = process.as_deref().ok_or_else(|| {
-            ConnectError::new(
-                Code::InvalidArgument,
-                "the first message of an input stream must be \"start\"",
-            )
+            ConnectError::new(Code::InvalidArgument, "the first message of an input stream must be \"start\"")
         })?;
         write(process, &data.input).await?;
     }
@@ -201,10 +171,7 @@ async fn stream_input(agent: &Agent, headers: &HeaderMap, body: Incoming) -> Res
 
 async fn start(agent: &Agent, headers: &HeaderMap, body: Incoming) -> Result<Answer, ConnectError> {
     let time_limit = connect::timeout(headers)?;
-    let user = agent
-        .accounts
-        .find(connect::basic_user(headers)?.as_deref())
-        .map_err(user_refused)?;
+    let user = agent.accounts.find(connect::basic_user(headers)?.as_deref()).map_err(user_refused)?;
     let request: StartRequest = Messages::new(headers, body)?.only().await?;
     let launch = plan(agent, &request, user)?;
     let config = request.process;
@@ -218,18 +185,10 @@ async fn start(agent: &Agent, headers: &HeaderMap, body: Incoming) -> Result<Ans
     let name = description.cmd.clone();
     let (process, listener) =
         Process::start(&agent.spawner, launch, description, time_limit).map_err(|error| {
-            ConnectError::new(
-                Code::InvalidArgument,
-                format!("error starting process '{name}': {error}"),
-            )
+            ConnectError::new(Code::InvalidArgument, format!("error starting process '{name}': {error}"))
         })?;
     agent.processes.insert(process.clone());
-    Ok(connect::stream(events(
-        &process,
-        listener,
-        connect::keepalive(headers),
-        time_limit,
-    )))
+    Ok(connect::stream(events(&process, listener, connect::keepalive(headers), time_limit)))
 }
 
 /// How a wrong user is told.
@@ -255,10 +214,7 @@ fn plan(agent: &Agent, request: &StartRequest, user: User) -> Result<Launch, Con
             let resolved = paths::resolve(cwd, &user)
                 .map_err(|error| ConnectError::new(Code::InvalidArgument, error.to_string()))?;
             if !is_directory(&resolved) {
-                return Err(ConnectError::new(
-                    Code::InvalidArgument,
-                    format!("cwd '{cwd}' does not exist"),
-                ));
+                return Err(ConnectError::new(Code::InvalidArgument, format!("cwd '{cwd}' does not exist")));
             }
             resolved
         }
@@ -297,12 +253,7 @@ async fn attach(agent: &Agent, headers: &HeaderMap, body: Incoming) -> Result<An
     let request: SelectRequest = Messages::new(headers, body)?.only().await?;
     let process = find(agent, &request.process)?;
     let listener = process.listen();
-    Ok(connect::stream(events(
-        &process,
-        listener,
-        connect::keepalive(headers),
-        None,
-    )))
+    Ok(connect::stream(events(&process, listener, connect::keepalive(headers), None)))
 }
 
 enum Step {
@@ -345,10 +296,7 @@ fn events(
 }
 
 fn out_of_time(pid: i32, limit: Duration) -> ConnectError {
-    let message = format!(
-        "process {pid} was killed: its time limit of {} ms was over",
-        limit.as_millis()
-    );
+    let message = format!("process {pid} was killed: its time limit of {} ms was over", limit.as_millis());
     ConnectError::new(Code::DeadlineExceeded, message)
 }
 

@@ -21,11 +21,7 @@ const ERROR_BYTES: usize = 512;
 pub async fn run(agent: &Agent, directory: &Path) -> Vec<String> {
     let mut failed = Vec::new();
     for hook in executables(directory) {
-        let name = hook
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
+        let name = hook.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if let Err(reason) = command(agent, hook.into(), Vec::new(), HOOK_LIMIT).await {
             failed.push(format!("{name}: {reason}"));
         }
@@ -41,11 +37,7 @@ fn executables(directory: &Path) -> Vec<PathBuf> {
         fs::metadata(path)
             .is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
     };
-    let mut paths: Vec<_> = entries
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(executable)
-        .collect();
+    let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).filter(executable).collect();
     paths.sort();
     paths
 }
@@ -63,13 +55,9 @@ pub async fn command(
 ) -> Result<(), String> {
     let user = agent_user(agent);
     let mut env = lock(&agent.globals).environment();
-    env.insert(
-        "OFFSHOOT_GENERATION".to_owned(),
-        lock(&agent.globals).generation.to_string(),
-    );
+    env.insert("OFFSHOOT_GENERATION".to_owned(), lock(&agent.globals).generation.to_string());
     env.insert("HOME".to_owned(), user.home.to_string_lossy().into_owned());
-    env.entry("PATH".to_owned())
-        .or_insert_with(|| DEFAULT_PATH.to_owned());
+    env.entry("PATH".to_owned()).or_insert_with(|| DEFAULT_PATH.to_owned());
     let launch = Launch {
         program,
         args,
@@ -79,10 +67,7 @@ pub async fn command(
         streams: Streams::Output,
         extra_fds: Vec::new(),
     };
-    let spawned = agent
-        .spawner
-        .spawn(launch)
-        .map_err(|error| format!("could not be started: {error}"))?;
+    let spawned = agent.spawner.spawn(launch).map_err(|error| format!("could not be started: {error}"))?;
     let Ends::Pipes { stdout, stderr, .. } = spawned.ends else {
         return Err("was given a terminal".to_owned());
     };
@@ -114,11 +99,7 @@ pub async fn command(
         said.extend_from_slice(&chunk);
     }
     let said = String::from_utf8_lossy(&said);
-    let said = if said.trim().is_empty() {
-        String::new()
-    } else {
-        format!(": {}", said.trim())
-    };
+    let said = if said.trim().is_empty() { String::new() } else { format!(": {}", said.trim()) };
     match exit {
         Ok(Some(Exit::Code(0))) => Ok(()),
         Ok(Some(Exit::Code(code))) => Err(format!("exit status {code}{said}")),

@@ -83,9 +83,7 @@ pub async fn apply(agent: &Agent, identity: Identity) -> Result<Applied, Identit
     let etc = agent.dirs.root.join("etc");
     write(&etc.join("hostname"), &identity.hostname).map_err(IdentityError::Hostname)?;
     write(&etc.join("machine-id"), &identity.machine_id).map_err(IdentityError::MachineId)?;
-    ssh::replace_host_keys(agent, &etc.join("ssh"))
-        .await
-        .map_err(IdentityError::Ssh)?;
+    ssh::replace_host_keys(agent, &etc.join("ssh")).await.map_err(IdentityError::Ssh)?;
     {
         let mut globals = lock(&agent.globals);
         globals.env = identity.env;
@@ -93,58 +91,34 @@ pub async fn apply(agent: &Agent, identity: Identity) -> Result<Applied, Identit
         globals.generation = identity.generation;
     }
     let seed = interpreter_seed(agent, &entropy).map_err(IdentityError::Entropy)?;
-    agent
-        .interpreter
-        .reseed(&seed)
-        .await
-        .map_err(IdentityError::Interpreter)?;
+    agent.interpreter.reseed(&seed).await.map_err(IdentityError::Interpreter)?;
     write_generation(&agent.dirs.run, identity.generation).map_err(IdentityError::Generation)?;
     let failed_hooks = hooks::run(agent, &etc.join("offshoot/on-fork.d")).await;
-    Ok(Applied {
-        generation: identity.generation,
-        wall_clock_ns: wall_clock_ns(),
-        failed_hooks,
-    })
+    Ok(Applied { generation: identity.generation, wall_clock_ns: wall_clock_ns(), failed_hooks })
 }
 
 fn check(identity: &Identity) -> Result<Vec<u8>, IdentityError> {
     let invalid = |what: String| Err(IdentityError::Invalid { what });
     let entropy = STANDARD.decode(&identity.entropy_base64).unwrap_or_default();
     if entropy.len() < MIN_ENTROPY_BYTES {
-        return invalid(format!(
-            "entropy_base64 must hold at least {MIN_ENTROPY_BYTES} bytes of base64"
-        ));
+        return invalid(format!("entropy_base64 must hold at least {MIN_ENTROPY_BYTES} bytes of base64"));
     }
     let name = &identity.hostname;
-    let printable = name
-        .bytes()
-        .all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'.');
+    let printable = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'.');
     if name.is_empty() || name.len() > MAX_HOSTNAME_BYTES || !printable {
         return invalid(format!(
             "hostname '{name}' must be 1 to {MAX_HOSTNAME_BYTES} letters, digits, '-' or '.'"
         ));
     }
     let id = &identity.machine_id;
-    if id.len() != 32
-        || !id
-            .bytes()
-            .all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
-    {
-        return invalid(format!(
-            "machine_id '{id}' must be 32 lower-case hexadecimal digits"
-        ));
+    if id.len() != 32 || !id.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte)) {
+        return invalid(format!("machine_id '{id}' must be 32 lower-case hexadecimal digits"));
     }
-    if let Some(name) = identity
-        .env
-        .keys()
-        .find(|name| name.is_empty() || name.contains(['=', '\0']))
-    {
+    if let Some(name) = identity.env.keys().find(|name| name.is_empty() || name.contains(['=', '\0'])) {
         return invalid(format!("'{name}' cannot be the name of an environment variable"));
     }
     if let Some((name, _)) = identity.env.iter().find(|(_, value)| value.contains('\0')) {
-        return invalid(format!(
-            "the value of environment variable '{name}' holds a zero byte"
-        ));
+        return invalid(format!("the value of environment variable '{name}' holds a zero byte"));
     }
     Ok(entropy)
 }
@@ -164,9 +138,7 @@ fn set_clock(wall_clock_ns: u64) -> io::Result<()> {
 }
 
 fn wall_clock_ns() -> u64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |since| since.as_nanos() as u64)
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
 }
 
 /// From the kernel, which has just been given fresh entropy; on a borrowed machine, from the request.
@@ -215,38 +187,14 @@ mod tests {
     fn what_cannot_be_a_machines_is_refused() {
         assert!(check(&identity()).is_ok());
         for wrong in [
-            Identity {
-                entropy_base64: STANDARD.encode([7; 63]),
-                ..identity()
-            },
-            Identity {
-                entropy_base64: "!".into(),
-                ..identity()
-            },
-            Identity {
-                hostname: String::new(),
-                ..identity()
-            },
-            Identity {
-                hostname: "a\nb".into(),
-                ..identity()
-            },
-            Identity {
-                hostname: "a".repeat(65),
-                ..identity()
-            },
-            Identity {
-                machine_id: "0123456789ABCDEF0123456789abcdef".into(),
-                ..identity()
-            },
-            Identity {
-                env: [("A=".to_owned(), String::new())].into(),
-                ..identity()
-            },
-            Identity {
-                env: [("A".to_owned(), "\0".to_owned())].into(),
-                ..identity()
-            },
+            Identity { entropy_base64: STANDARD.encode([7; 63]), ..identity() },
+            Identity { entropy_base64: "!".into(), ..identity() },
+            Identity { hostname: String::new(), ..identity() },
+            Identity { hostname: "a\nb".into(), ..identity() },
+            Identity { hostname: "a".repeat(65), ..identity() },
+            Identity { machine_id: "0123456789ABCDEF0123456789abcdef".into(), ..identity() },
+            Identity { env: [("A=".to_owned(), String::new())].into(), ..identity() },
+            Identity { env: [("A".to_owned(), "\0".to_owned())].into(), ..identity() },
         ] {
             assert!(check(&wrong).is_err(), "{wrong:?}");
         }

@@ -40,10 +40,7 @@ async fn converse(agent: &Agent, connection: Box<dyn Connection>) -> io::Result<
     let mut connection = BufReader::new(connection);
     loop {
         let mut line = Vec::new();
-        (&mut connection)
-            .take(MAX_REQUEST_BYTES)
-            .read_until(b'\n', &mut line)
-            .await?;
+        (&mut connection).take(MAX_REQUEST_BYTES).read_until(b'\n', &mut line).await?;
         if line.is_empty() {
             return Ok(());
         }
@@ -74,9 +71,7 @@ async fn converse(agent: &Agent, connection: Box<dyn Connection>) -> io::Result<
 
 async fn answer(agent: &Agent, request: HostRequest) -> HostReply {
     match request {
-        HostRequest::Ping => HostReply::Pong {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-        },
+        HostRequest::Ping => HostReply::Pong { version: env!("CARGO_PKG_VERSION").to_owned() },
         HostRequest::Shutdown => HostReply::ShuttingDown,
         HostRequest::Identity(identity) => match identity::apply(agent, identity).await {
             Ok(applied) => HostReply::IdentityApplied {
@@ -84,27 +79,12 @@ async fn answer(agent: &Agent, request: HostRequest) -> HostReply {
                 wall_clock_ns: applied.wall_clock_ns,
                 failed_hooks: applied.failed_hooks,
             },
-            Err(error) => HostReply::Failed {
-                message: chain(&error),
-            },
+            Err(error) => HostReply::Failed { message: chain(&error) },
         },
-        HostRequest::Warm {
-            source,
-            file_name,
-            timeout_ms,
-        } => {
-            match agent
-                .interpreter
-                .warm(source, file_name, Duration::from_millis(timeout_ms))
-                .await
-            {
-                Ok(output) => HostReply::Warmed {
-                    stdout: output.stdout,
-                    stderr: output.stderr,
-                },
-                Err(error) => HostReply::Failed {
-                    message: chain(&error),
-                },
+        HostRequest::Warm { source, file_name, timeout_ms } => {
+            match agent.interpreter.warm(source, file_name, Duration::from_millis(timeout_ms)).await {
+                Ok(output) => HostReply::Warmed { stdout: output.stdout, stderr: output.stderr },
+                Err(error) => HostReply::Failed { message: chain(&error) },
             }
         }
     }

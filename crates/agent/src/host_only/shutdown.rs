@@ -27,9 +27,7 @@ pub async fn power_off(agent: &Agent) {
     end_everyone().await;
     rustix::fs::sync();
     if let Err(error) = mount_remount("/", MountFlags::RDONLY, c"") {
-        console::say(&format!(
-            "the root file system could not be made read-only: {error}"
-        ));
+        console::say(&format!("the root file system could not be made read-only: {error}"));
     }
     rustix::fs::sync();
     if let Err(error) = reboot(RebootCommand::PowerOff) {

@@ -82,20 +82,13 @@ fn host_keys(directory: &Path) -> Vec<PathBuf> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         name.starts_with("ssh_host_") && name.ends_with("_key")
     };
-    entries
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(is_key)
-        .collect()
+    entries.flatten().map(|entry| entry.path()).filter(is_key).collect()
 }
 
 /// `ssh_host_TYPE_key`: TYPE names the kind.
 fn generator_arguments(key: &Path) -> Vec<OsString> {
     let name = key.file_name().unwrap_or_default().to_string_lossy();
-    let kind = name
-        .trim_start_matches("ssh_host_")
-        .trim_end_matches("_key")
-        .to_owned();
+    let kind = name.trim_start_matches("ssh_host_").trim_end_matches("_key").to_owned();
     let mut arguments: Vec<OsString> = ["-q", "-N", "", "-t"].map(OsString::from).into();
     arguments.extend([kind.into(), "-f".into(), key.as_os_str().to_owned()]);
     arguments
@@ -120,9 +113,7 @@ fn running_servers() -> Vec<i32> {
     let Ok(entries) = fs::read_dir("/proc") else {
         return Vec::new();
     };
-    let pids = entries
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     let is_server =
         |pid: &i32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "sshd");
     pids.filter(is_server).collect()
@@ -135,17 +126,6 @@ mod tests {
     #[test]
     fn a_keys_name_tells_its_kind() {
         let arguments = generator_arguments(Path::new("/etc/ssh/ssh_host_ed25519_key"));
-        assert_eq!(
-            arguments,
-            [
-                "-q",
-                "-N",
-                "",
-                "-t",
-                "ed25519",
-                "-f",
-                "/etc/ssh/ssh_host_ed25519_key"
-            ]
-        );
+        assert_eq!(arguments, ["-q", "-N", "", "-t", "ed25519", "-f", "/etc/ssh/ssh_host_ed25519_key"]);
     }
 }

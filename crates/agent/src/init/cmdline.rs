@@ -37,9 +37,7 @@ impl Cmdline {
             })
             .transpose()?;
         Ok(Self {
-            root: value("offshoot.root")
-                .filter(|root| !root.is_empty())
-                .map(PathBuf::from),
+            root: value("offshoot.root").filter(|root| !root.is_empty()).map(PathBuf::from),
             root_fs_type: value("offshoot.rootfstype").unwrap_or("ext4").to_owned(),
             overlay_limit_mib,
         })
@@ -56,10 +54,7 @@ mod tests {
             "console=ttyS0 offshoot.root=/dev/vdb offshoot.root=/dev/vda offshoot.overlay_limit_mib=64\n";
         let parsed = Cmdline::parse(line).unwrap();
         assert_eq!(parsed.root, Some("/dev/vda".into()));
-        assert_eq!(
-            (parsed.root_fs_type.as_str(), parsed.overlay_limit_mib),
-            ("ext4", Some(64))
-        );
+        assert_eq!((parsed.root_fs_type.as_str(), parsed.overlay_limit_mib), ("ext4", Some(64)));
     }
 
     #[test]

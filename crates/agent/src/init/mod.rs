@@ -85,9 +85,7 @@ pub fn bring_up() -> Result<(), InitError> {
     if let (Some(device), Some(limit_mib)) = (&cmdline.root, cmdline.overlay_limit_mib)
         && let Err(error) = overlay_limit::apply(device, limit_mib)
     {
-        console::say(&format!(
-            "the disk is not limited to {limit_mib} MiB of writes: {error}"
-        ));
+        console::say(&format!("the disk is not limited to {limit_mib} MiB of writes: {error}"));
     }
     if let Err(error) = sys::bring_up_loopback() {
         console::say(&format!("the interface lo could not be brought up: {error}"));
@@ -99,9 +97,7 @@ pub fn bring_up() -> Result<(), InitError> {
 
 fn set_hostname() {
     let name = std::fs::read_to_string("/etc/hostname").unwrap_or_default();
-    let name = Some(name.trim())
-        .filter(|name| !name.is_empty())
-        .unwrap_or("offshoot");
+    let name = Some(name.trim()).filter(|name| !name.is_empty()).unwrap_or("offshoot");
     if let Err(error) = rustix::system::sethostname(name.as_bytes()) {
         console::say(&format!("the host name '{name}' could not be set: {error}"));
     }
@@ -110,10 +106,7 @@ fn set_hostname() {
 /// The kernel gives its first process 1024 descriptors; commands inherit what is set here.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, setrlimit};
-    let limit = Rlimit {
-        current: Some(65_536),
-        maximum: Some(524_288),
-    };
+    let limit = Rlimit { current: Some(65_536), maximum: Some(524_288) };
     if let Err(error) = setrlimit(Resource::Nofile, limit) {
         console::say(&format!("the limit of open files could not be raised: {error}"));
     }

@@ -13,21 +13,14 @@ pub fn load_listed(list: &Path) -> Vec<String> {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Vec::new(),
         Err(error) => {
-            return vec![format!(
-                "the module list {} could not be read: {error}",
-                list.display()
-            )];
+            return vec![format!("the module list {} could not be read: {error}", list.display())];
         }
     };
-    paths(&text)
-        .filter_map(|path| load(path).err().map(|error| format!("module {path}: {error}")))
-        .collect()
+    paths(&text).filter_map(|path| load(path).err().map(|error| format!("module {path}: {error}"))).collect()
 }
 
 fn paths(text: &str) -> impl Iterator<Item = &str> {
-    text.lines()
-        .map(str::trim)
-        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+    text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'))
 }
 
 fn load(path: &str) -> std::io::Result<()> {
@@ -56,9 +49,6 @@ mod tests {
         std::fs::write(&list, "/nonexistent/a.ko\n").unwrap();
         let failures = load_listed(&list);
         std::fs::remove_file(&list).unwrap();
-        assert!(
-            failures[0].starts_with("module /nonexistent/a.ko: "),
-            "{failures:?}"
-        );
+        assert!(failures[0].starts_with("module /nonexistent/a.ko: "), "{failures:?}");
     }
 }

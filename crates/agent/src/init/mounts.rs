@@ -17,30 +17,13 @@ struct Mount {
     options: &'static [&'static str],
 }
 
-const NO_EXEC: MountFlags = MountFlags::NOSUID
-    .union(MountFlags::NODEV)
-    .union(MountFlags::NOEXEC);
+const NO_EXEC: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV).union(MountFlags::NOEXEC);
 const NO_SUID: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV);
 
 const EARLY: &[Mount] = &[
-    Mount {
-        kind: "proc",
-        target: "/proc",
-        flags: NO_EXEC,
-        options: &[""],
-    },
-    Mount {
-        kind: "sysfs",
-        target: "/sys",
-        flags: NO_EXEC,
-        options: &[""],
-    },
-    Mount {
-        kind: "devtmpfs",
-        target: "/dev",
-        flags: MountFlags::NOSUID,
-        options: &["mode=0755"],
-    },
+    Mount { kind: "proc", target: "/proc", flags: NO_EXEC, options: &[""] },
+    Mount { kind: "sysfs", target: "/sys", flags: NO_EXEC, options: &[""] },
+    Mount { kind: "devtmpfs", target: "/dev", flags: MountFlags::NOSUID, options: &["mode=0755"] },
 ];
 
 /// Each with its options, the first that the kernel takes. `favordynmods` (Linux 6.0) makes moving a process into a
@@ -52,18 +35,8 @@ const LATE: &[Mount] = &[
         flags: MountFlags::NOSUID.union(MountFlags::NOEXEC),
         options: &["gid=5,mode=0620,ptmxmode=0666"],
     },
-    Mount {
-        kind: "tmpfs",
-        target: "/dev/shm",
-        flags: NO_SUID,
-        options: &["mode=1777"],
-    },
-    Mount {
-        kind: "tmpfs",
-        target: "/run",
-        flags: NO_SUID,
-        options: &["mode=0755"],
-    },
+    Mount { kind: "tmpfs", target: "/dev/shm", flags: NO_SUID, options: &["mode=1777"] },
+    Mount { kind: "tmpfs", target: "/run", flags: NO_SUID, options: &["mode=0755"] },
     Mount {
         kind: "cgroup2",
         target: crate::cgroup::MOUNT_POINT,
@@ -73,12 +46,7 @@ const LATE: &[Mount] = &[
 ];
 
 /// Only where the image has no directory of its own: files there should go to its disk.
-const TMP: Mount = Mount {
-    kind: "tmpfs",
-    target: "/tmp",
-    flags: NO_SUID,
-    options: &["mode=1777"],
-};
+const TMP: Mount = Mount { kind: "tmpfs", target: "/tmp", flags: NO_SUID, options: &["mode=1777"] };
 
 /// What udev would link, and shells rely on.
 const LINKS: &[(&str, &str)] = &[
@@ -105,9 +73,7 @@ pub fn mount_late() -> Vec<String> {
         .map(|error| {
             format!(
                 "{error}: {}",
-                std::error::Error::source(&error)
-                    .map(ToString::to_string)
-                    .unwrap_or_default()
+                std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default()
             )
         })
         .collect();
@@ -136,13 +102,7 @@ fn mount_one(what: &Mount) -> Result<(), InitError> {
     let mut last = Errno::INVAL;
     for options in what.options {
         let options = CString::new(*options).expect("mount options hold no zero byte");
-        match mount(
-            what.kind,
-            what.target,
-            what.kind,
-            what.flags,
-            Some(options.as_c_str()),
-        ) {
+        match mount(what.kind, what.target, what.kind, what.flags, Some(options.as_c_str())) {
             // The kernel has mounted devtmpfs itself.
             Ok(()) | Err(Errno::BUSY) => return Ok(()),
             Err(error) => last = error,

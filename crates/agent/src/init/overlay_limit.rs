@@ -81,10 +81,7 @@ fn parse_superblock(superblock: &[u8; 1024]) -> Option<Clusters> {
     if block_shift > 6 || cluster_shift < block_shift || cluster_shift > 20 {
         return None;
     }
-    Some(Clusters {
-        size_bytes: 1024 << cluster_shift,
-        total: blocks >> (cluster_shift - block_shift),
-    })
+    Some(Clusters { size_bytes: 1024 << cluster_shift, total: blocks >> (cluster_shift - block_shift) })
 }
 
 fn read_superblock(device: &Path) -> io::Result<Clusters> {
@@ -98,10 +95,8 @@ fn read_superblock(device: &Path) -> io::Result<Clusters> {
 /// # Errors
 /// Where it is not ext4, or the kernel refuses.
 pub fn apply(device: &Path, limit_mib: u64) -> Result<(), LimitError> {
-    let clusters = read_superblock(device).map_err(|source| LimitError::Superblock {
-        device: device.display().to_string(),
-        source,
-    })?;
+    let clusters = read_superblock(device)
+        .map_err(|source| LimitError::Superblock { device: device.display().to_string(), source })?;
     let disk = rustix::fs::statvfs("/").map_err(|error| LimitError::Free(error.into()))?;
     let reserved = reserved_clusters(disk.f_bfree * disk.f_frsize, clusters, limit_mib);
     let name = device.file_name().unwrap_or_default().to_string_lossy();
@@ -117,10 +112,7 @@ pub fn apply(device: &Path, limit_mib: u64) -> Result<(), LimitError> {
 mod tests {
     use super::*;
 
-    const SMALL: Clusters = Clusters {
-        size_bytes: 4096,
-        total: 1 << 20,
-    };
+    const SMALL: Clusters = Clusters { size_bytes: 4096, total: 1 << 20 };
 
     #[test]
     fn what_may_be_allocated_is_the_limit_less_the_margin() {
@@ -148,21 +140,9 @@ mod tests {
         superblock[0x4..0x8].copy_from_slice(&262_144_u32.to_le_bytes());
         superblock[0x18] = 2;
         superblock[0x1c] = 2;
-        assert_eq!(
-            parse_superblock(&superblock),
-            Some(Clusters {
-                size_bytes: 4096,
-                total: 262_144
-            })
-        );
+        assert_eq!(parse_superblock(&superblock), Some(Clusters { size_bytes: 4096, total: 262_144 }));
         superblock[0x1c] = 6;
-        assert_eq!(
-            parse_superblock(&superblock),
-            Some(Clusters {
-                size_bytes: 65_536,
-                total: 16_384
-            })
-        );
+        assert_eq!(parse_superblock(&superblock), Some(Clusters { size_bytes: 65_536, total: 16_384 }));
         superblock[0x18] = 200;
         assert_eq!(parse_superblock(&superblock), None);
     }

@@ -25,10 +25,7 @@ pub fn wait_for(device: &Path) -> Result<(), InitError> {
     while !fs::metadata(device).is_ok_and(|metadata| metadata.file_type().is_block_device()) {
         if begin.elapsed() > DEVICE_LIMIT {
             let seconds = DEVICE_LIMIT.as_secs();
-            return Err(InitError::NoRootDevice {
-                device: device.to_owned(),
-                seconds,
-            });
+            return Err(InitError::NoRootDevice { device: device.to_owned(), seconds });
         }
         std::thread::sleep(POLL);
     }
@@ -49,17 +46,9 @@ pub fn mount(device: &Path, kind: &str) -> Result<(), InitError> {
     fs::create_dir_all(NEW_ROOT).map_err(failed)?;
     let attempt = |options: &str| {
         let options = CString::new(options).expect("mount options hold no zero byte");
-        rustix::mount::mount(
-            device,
-            NEW_ROOT,
-            kind,
-            MountFlags::empty(),
-            Some(options.as_c_str()),
-        )
+        rustix::mount::mount(device, NEW_ROOT, kind, MountFlags::empty(), Some(options.as_c_str()))
     };
-    attempt("discard")
-        .or_else(|_| attempt(""))
-        .map_err(|error| failed(error.into()))
+    attempt("discard").or_else(|_| attempt("")).map_err(|error| failed(error.into()))
 }
 
 /// Moves what is mounted into the new root, frees the initramfs's memory, and makes the new root the root.
@@ -67,22 +56,14 @@ pub fn mount(device: &Path, kind: &str) -> Result<(), InitError> {
 /// # Errors
 /// The step that fails.
 pub fn switch() -> Result<(), InitError> {
-    let step = |step: &'static str| {
-        move |error: rustix::io::Errno| InitError::Switch {
-            step,
-            source: error.into(),
-        }
-    };
-    let old_device = fs::metadata("/")
-        .map_err(|source| InitError::Switch { step: "stat", source })?
-        .dev();
+    let step =
+        |step: &'static str| move |error: rustix::io::Errno| InitError::Switch { step, source: error.into() };
+    let old_device = fs::metadata("/").map_err(|source| InitError::Switch { step: "stat", source })?.dev();
     for name in MOVED {
         let target = Path::new(NEW_ROOT).join(name);
         if !target.is_dir() {
-            fs::create_dir(&target).map_err(|source| InitError::Switch {
-                step: "make mount points",
-                source,
-            })?;
+            fs::create_dir(&target)
+                .map_err(|source| InitError::Switch { step: "make mount points", source })?;
         }
         mount_move(Path::new("/").join(name), target).map_err(step("move mounts"))?;
     }

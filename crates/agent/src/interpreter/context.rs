@@ -96,13 +96,7 @@ impl Context {
             executions: 0,
         };
         tokio::spawn(task.run(queue));
-        Arc::new(Self {
-            id,
-            cwd,
-            jobs,
-            restarts,
-            shared,
-        })
+        Arc::new(Self { id, cwd, jobs, restarts, shared })
     }
 
     /// Queues a job; false if too many wait already.
@@ -121,12 +115,7 @@ impl Context {
     /// As there.
     pub async fn reseed(&self, seed: &[u8]) -> Result<(), ReseedError> {
         self.shared.seeds.fetch_add(1, Ordering::Relaxed);
-        let link = self
-            .shared
-            .link
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
+        let link = self.shared.link.lock().unwrap_or_else(PoisonError::into_inner).clone();
         match link {
             Some(link) => link.reseed(seed).await,
             None => Ok(()),
@@ -175,11 +164,7 @@ impl Task {
     }
 
     fn forget(&mut self, note: Option<String>) {
-        self.shared
-            .link
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        self.shared.link.lock().unwrap_or_else(PoisonError::into_inner).take();
         self.driver = None;
         self.note = note;
     }
@@ -197,12 +182,8 @@ impl Task {
         let driver = self.driver.as_mut().expect("the interpreter was just started");
         let note = self.note.take();
         let env = lock(&self.surroundings.globals).environment();
-        let running = Running {
-            job: &job,
-            driver,
-            executions: self.executions,
-            restarted: &mut self.restarted,
-        };
+        let running =
+            Running { job: &job, driver, executions: self.executions, restarted: &mut self.restarted };
         match running.run(&env, note).await {
             Outcome::Alive => {}
             Outcome::Lost(reason) => self.forget(Some(reason)),
@@ -232,13 +213,11 @@ impl Task {
         let result = tokio::time::timeout(START_LIMIT, ready).await;
         result
             .unwrap_or_else(|_| Err(format!("Python was not ready after {} s", START_LIMIT.as_secs())))
-            .map_err(|reason| {
-                if said.is_empty() {
-                    reason
-                } else {
-                    format!("{reason}: {}", said.trim_end())
-                }
-            })?;
+            .map_err(
+                |reason| {
+                    if said.is_empty() { reason } else { format!("{reason}: {}", said.trim_end()) }
+                },
+            )?;
         if self.shared.seeds.load(Ordering::Relaxed) != seeds {
             self.seed_again(&driver).await?;
         }
@@ -256,20 +235,14 @@ impl Task {
 
     fn settings(&self) -> Result<Settings, String> {
         let surroundings = &self.surroundings;
-        let user = surroundings
-            .accounts
-            .find(None)
-            .map_err(|error| error.to_string())?;
+        let user = surroundings.accounts.find(None).map_err(|error| error.to_string())?;
         let cwd = match &self.cwd {
             None => user.usable_home().to_owned(),
             Some(cwd) if is_directory(cwd) => cwd.clone(),
             Some(cwd) => return Err(format!("the context's cwd '{}' does not exist", cwd.display())),
         };
         let mut env = BTreeMap::from([
-            (
-                "PATH".to_owned(),
-                std::env::var("PATH").unwrap_or_else(|_| DEFAULT_PATH.to_owned()),
-            ),
+            ("PATH".to_owned(), std::env::var("PATH").unwrap_or_else(|_| DEFAULT_PATH.to_owned())),
             ("HOME".to_owned(), user.home.to_string_lossy().into_owned()),
             ("USER".to_owned(), user.name.clone()),
             ("LOGNAME".to_owned(), user.name.clone()),
@@ -295,8 +268,5 @@ async fn idle(driver: &mut Option<Driver>) -> String {
         exit = async { (&mut driver.exit).await } => exit,
         () = super::driver::discard(&mut driver.stdout, &mut driver.stderr) => unreachable!("output is discarded for ever"),
     };
-    format!(
-        "the interpreter ended while idle ({})",
-        super::run::exit_text(exit.ok())
-    )
+    format!("the interpreter ended while idle ({})", super::run::exit_text(exit.ok()))
 }

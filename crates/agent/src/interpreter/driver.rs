@@ -106,12 +106,10 @@ pub fn install(directory: &Path) -> io::Result<()> {
 /// The image's Python, if it has one.
 pub fn find_python() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_else(|| DEFAULT_PATH.into());
-    std::env::split_paths(&path)
-        .map(|directory| directory.join("python3"))
-        .find(|file| {
-            std::fs::metadata(file)
-                .is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
-        })
+    std::env::split_paths(&path).map(|directory| directory.join("python3")).find(|file| {
+        std::fs::metadata(file)
+            .is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
+    })
 }
 
 impl Driver {
@@ -134,20 +132,14 @@ impl Driver {
         let Ends::Pipes { stdout, stderr, .. } = spawned.ends else {
             return Err(io::Error::other("the interpreter was started with a terminal"));
         };
-        let link = Link {
-            target: spawned.target,
-            seeds: AsyncPipe::new(seeds)?,
-            busy: AtomicBool::new(false),
-        };
+        let link =
+            Link { target: spawned.target, seeds: AsyncPipe::new(seeds)?, busy: AtomicBool::new(false) };
         Ok(Self {
             exit: spawned.exit,
             stdout: Output::new(stdout)?,
             stderr: Output::new(stderr)?,
             link: Arc::new(link),
-            control: Control {
-                pipe: AsyncPipe::new(control)?,
-                received: BytesMut::new(),
-            },
+            control: Control { pipe: AsyncPipe::new(control)?, received: BytesMut::new() },
         })
     }
 }
@@ -188,11 +180,7 @@ impl Drop for Driver {
 
 impl Output {
     fn new(fd: OwnedFd) -> io::Result<Self> {
-        Ok(Self {
-            pipe: AsyncPipe::new(fd)?,
-            decoder: Utf8Decoder::default(),
-            ended: false,
-        })
+        Ok(Self { pipe: AsyncPipe::new(fd)?, decoder: Utf8Decoder::default(), ended: false })
     }
 
     /// The next text, possibly empty; pends for ever after the end. Safe to cancel.
@@ -200,11 +188,7 @@ impl Output {
         if self.ended {
             return std::future::pending().await;
         }
-        let bytes = self
-            .pipe
-            .read_chunk(CHUNK_BYTES)
-            .await
-            .unwrap_or_else(|_| Bytes::new());
+        let bytes = self.pipe.read_chunk(CHUNK_BYTES).await.unwrap_or_else(|_| Bytes::new());
         self.ended = bytes.is_empty();
         self.decoder.decode(&bytes)
     }
@@ -250,9 +234,7 @@ impl Link {
         }
         while self.seeds.read_now(CHUNK_BYTES).is_some() {}
         self.seeds.write_all(seed).await.map_err(ReseedError::Send)?;
-        self.target
-            .signal_leader(RESEED_SIGNAL)
-            .map_err(ReseedError::Send)?;
+        self.target.signal_leader(RESEED_SIGNAL).map_err(ReseedError::Send)?;
         if self.busy.load(Ordering::Relaxed) {
             return Ok(());
         }
@@ -280,10 +262,7 @@ fn socket_pair(kind: SocketType) -> io::Result<(OwnedFd, OwnedFd)> {
 }
 
 fn boot_code(directory: &Path) -> String {
-    let directory = directory
-        .to_string_lossy()
-        .replace('\\', "\\\\")
-        .replace('\'', "\\'");
+    let directory = directory.to_string_lossy().replace('\\', "\\\\").replace('\'', "\\'");
     format!(
         "import sys as _offshoot_sys; _offshoot_sys.path.insert(0, '{directory}'); \
          import {MODULE} as _offshoot_driver; _offshoot_sys.path.pop(0); _offshoot_driver.main()"

@@ -43,11 +43,9 @@ pub async fn handle(agent: Arc<Agent>, request: Request<Incoming>) -> Answer {
         (&Method::GET, ["contexts"]) => Ok(list(&agent)),
         (&Method::POST, ["contexts"]) => create(&agent, body).await,
         (&Method::POST, ["contexts", id, "restart"]) => restart(&agent, id),
-        (&Method::DELETE, ["contexts", id]) => agent
-            .interpreter
-            .delete(id)
-            .map(|()| status(StatusCode::NO_CONTENT))
-            .map_err(refused),
+        (&Method::DELETE, ["contexts", id]) => {
+            agent.interpreter.delete(id).map(|()| status(StatusCode::NO_CONTENT)).map_err(refused)
+        }
         (method, _) => {
             let message = format!("{method} {} is not served here", parts.uri.path());
             Err(Box::new(error(StatusCode::NOT_FOUND, message)))
@@ -82,9 +80,7 @@ fn bad(message: impl Into<String>) -> Refusal {
 }
 
 async fn read<Message: DeserializeOwned>(body: Incoming) -> Result<Message, Refusal> {
-    let bytes = collect(body, MAX_REQUEST_BYTES)
-        .await
-        .map_err(|error| bad(error.to_string()))?;
+    let bytes = collect(body, MAX_REQUEST_BYTES).await.map_err(|error| bad(error.to_string()))?;
     let bytes: &[u8] = if bytes.is_empty() { b"{}" } else { &bytes };
     serde_json::from_slice(bytes).map_err(|error| bad(format!("the request is not understood: {error}")))
 }
@@ -103,17 +99,10 @@ async fn execute(agent: &Agent, body: Incoming) -> Result<Answer, Refusal> {
     }
     check_language(request.language.as_deref())?;
     let interpreter = &agent.interpreter;
-    let context = interpreter
-        .context(request.context_id.as_deref())
-        .map_err(refused)?;
+    let context = interpreter.context(request.context_id.as_deref()).map_err(refused)?;
     let limit = request.timeout_ms.map(Duration::from_millis);
     let events = interpreter
-        .execute(
-            &context,
-            request.code,
-            request.env_vars.unwrap_or_default(),
-            limit,
-        )
+        .execute(&context, request.code, request.env_vars.unwrap_or_default(), limit)
         .map_err(refused)?;
     Ok(Response::new(streamed(lines(events))))
 }
@@ -136,12 +125,7 @@ fn describe(context: &Context) -> Value {
 }
 
 fn list(agent: &Agent) -> Answer {
-    let contexts: Vec<Value> = agent
-        .interpreter
-        .contexts()
-        .iter()
-        .map(|context| describe(context))
-        .collect();
+    let contexts: Vec<Value> = agent.interpreter.contexts().iter().map(|context| describe(context)).collect();
     json(StatusCode::OK, &contexts)
 }
 
@@ -153,10 +137,7 @@ async fn create(agent: &Agent, body: Incoming) -> Result<Answer, Refusal> {
     {
         return Err(bad(format!("cwd '{}' does not exist", cwd.display())));
     }
-    let context = agent
-        .interpreter
-        .create(random_id(), request.cwd)
-        .map_err(refused)?;
+    let context = agent.interpreter.create(random_id(), request.cwd).map_err(refused)?;
     Ok(json(StatusCode::OK, &describe(&context)))
 }
 

@@ -102,13 +102,7 @@ impl Interpreter {
         globals: Arc<Mutex<Globals>>,
         directory: PathBuf,
     ) -> Self {
-        Self {
-            spawner,
-            accounts,
-            globals,
-            directory,
-            contexts: Mutex::default(),
-        }
+        Self { spawner, accounts, globals, directory, contexts: Mutex::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Context>>> {
@@ -179,20 +173,11 @@ impl Interpreter {
         time_limit: Option<Duration>,
     ) -> Result<mpsc::Receiver<Event>, InterpreterError> {
         let (events, receiver) = mpsc::channel(EVENT_QUEUE);
-        let job = Job {
-            code,
-            file: None,
-            vars,
-            time_limit,
-            warm_up: false,
-            events,
-        };
+        let job = Job { code, file: None, vars, time_limit, warm_up: false, events };
         if context.submit(job) {
             Ok(receiver)
         } else {
-            Err(InterpreterError::Busy {
-                id: context.id.clone(),
-            })
+            Err(InterpreterError::Busy { id: context.id.clone() })
         }
     }
 
@@ -210,18 +195,9 @@ impl Interpreter {
         context.restart();
         let (events, mut receiver) = mpsc::channel(EVENT_QUEUE);
         let vars = BTreeMap::new();
-        let job = Job {
-            code,
-            file: Some(file),
-            vars,
-            time_limit: Some(limit),
-            warm_up: true,
-            events,
-        };
+        let job = Job { code, file: Some(file), vars, time_limit: Some(limit), warm_up: true, events };
         if !context.submit(job) {
-            return Err(InterpreterError::Busy {
-                id: context.id.clone(),
-            });
+            return Err(InterpreterError::Busy { id: context.id.clone() });
         }
         let mut output = WarmOutput::default();
         let mut failure = None;
@@ -229,17 +205,9 @@ impl Interpreter {
             match event {
                 Event::Stdout { text, .. } => append_bounded(&mut output.stdout, &text),
                 Event::Stderr { text, .. } => append_bounded(&mut output.stderr, &text),
-                Event::Error {
-                    name,
-                    value,
-                    traceback,
-                } => {
+                Event::Error { name, value, traceback } => {
                     let traceback = last_lines(&traceback, WARM_TRACEBACK_LINES);
-                    failure = Some(InterpreterError::WarmUp {
-                        name,
-                        value,
-                        traceback,
-                    });
+                    failure = Some(InterpreterError::WarmUp { name, value, traceback });
                 }
                 _ => {}
             }
@@ -255,10 +223,7 @@ impl Interpreter {
         for (number, context) in (0_u32..).zip(self.contexts()) {
             let seed = [seed, &number.to_be_bytes()].concat();
             let reseeded = context.reseed(&seed).await;
-            reseeded.map_err(|source| InterpreterError::Reseed {
-                id: context.id.clone(),
-                source,
-            })?;
+            reseeded.map_err(|source| InterpreterError::Reseed { id: context.id.clone(), source })?;
         }
         Ok(())
     }
@@ -271,10 +236,7 @@ fn append_bounded(kept: &mut String, text: &str) {
 
 /// The last end of a character of `text` at or before `bytes`.
 fn char_boundary(text: &str, bytes: usize) -> usize {
-    (0..=bytes.min(text.len()))
-        .rev()
-        .find(|&end| text.is_char_boundary(end))
-        .unwrap_or(0)
+    (0..=bytes.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0)
 }
 
 fn last_lines(text: &str, count: usize) -> String {

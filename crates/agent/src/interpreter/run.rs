@@ -105,12 +105,7 @@ impl Running<'_> {
             }
             Step::Restarted => {
                 self.driver.link.kill();
-                report(
-                    &self.job.events,
-                    "InterpreterRestarted",
-                    "the context was restarted",
-                )
-                .await;
+                report(&self.job.events, "InterpreterRestarted", "the context was restarted").await;
                 Outcome::Restarted
             }
         }
@@ -122,9 +117,7 @@ impl Running<'_> {
         env: &BTreeMap<String, String>,
         note: Option<String>,
     ) -> Step {
-        let count = Event::NumberOfExecutions {
-            execution_count: self.executions,
-        };
+        let count = Event::NumberOfExecutions { execution_count: self.executions };
         let note =
             note.map(|note| stderr_event(format!("{note}; this is a new one, without the old variables\n")));
         for event in [Some(count), note].into_iter().flatten() {
@@ -132,11 +125,7 @@ impl Running<'_> {
                 return step;
             }
         }
-        let file = self
-            .job
-            .file
-            .clone()
-            .unwrap_or_else(|| format!("<cell {}>", self.executions));
+        let file = self.job.file.clone().unwrap_or_else(|| format!("<cell {}>", self.executions));
         let request = wire::Run {
             code: &self.job.code,
             file: &file,
@@ -221,10 +210,7 @@ impl Running<'_> {
             return None;
         }
         let event = match which {
-            Which::Stdout => Event::Stdout {
-                text,
-                timestamp: rfc3339(SystemTime::now()),
-            },
+            Which::Stdout => Event::Stdout { text, timestamp: rfc3339(SystemTime::now()) },
             Which::Stderr => stderr_event(text),
         };
         self.put(limits, event).await
@@ -327,35 +313,21 @@ fn copy(which: &Which) -> Which {
 }
 
 fn stderr_event(text: String) -> Event {
-    Event::Stderr {
-        text,
-        timestamp: rfc3339(SystemTime::now()),
-    }
+    Event::Stderr { text, timestamp: rfc3339(SystemTime::now()) }
 }
 
 fn result_event(value: Value) -> Event {
-    Event::Result {
-        is_main_result: true,
-        text: value.text,
-        json: value.json,
-    }
+    Event::Result { is_main_result: true, text: value.text, json: value.json }
 }
 
 fn error_event(raised: Raised) -> Event {
-    Event::Error {
-        name: raised.name,
-        value: raised.value,
-        traceback: raised.traceback,
-    }
+    Event::Error { name: raised.name, value: raised.value, traceback: raised.traceback }
 }
 
 /// Tells a client of an error that is not the code's, and that this was all.
 pub async fn report(events: &mpsc::Sender<Event>, name: &str, reason: &str) {
-    let raised = Raised {
-        name: name.to_owned(),
-        value: reason.to_owned(),
-        traceback: format!("{name}: {reason}\n"),
-    };
+    let raised =
+        Raised { name: name.to_owned(), value: reason.to_owned(), traceback: format!("{name}: {reason}\n") };
     farewell(events, Some(error_event(raised))).await;
 }
 
@@ -370,10 +342,7 @@ async fn farewell(events: &mpsc::Sender<Event>, event: Option<Event>) {
 pub fn exit_text(exit: Option<Exit>) -> String {
     match exit {
         Some(Exit::Code(code)) => format!("exit status {code}"),
-        Some(Exit::Signal {
-            number: libc::SIGKILL,
-            ..
-        }) => "killed by signal 9; out of memory?".to_owned(),
+        Some(Exit::Signal { number: libc::SIGKILL, .. }) => "killed by signal 9; out of memory?".to_owned(),
         Some(Exit::Signal { number, .. }) => format!("killed by signal {number}"),
         None => "its status is not known".to_owned(),
     }

@@ -93,9 +93,7 @@ pub fn take(buffer: &mut BytesMut) -> Result<Option<Message>, Garbled> {
         return Ok(None);
     }
     buffer.advance(HEADER_BYTES);
-    serde_json::from_slice(&buffer.split_to(length))
-        .map(Some)
-        .map_err(|_| Garbled)
+    serde_json::from_slice(&buffer.split_to(length)).map(Some).map_err(|_| Garbled)
 }
 
 /// Makes text of bytes that may end within a character.

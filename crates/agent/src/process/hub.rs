@@ -95,12 +95,8 @@ impl Hub {
 
     /// Hands a chunk to every listener; returns when all have it or are gone.
     pub async fn put(&self, stream: Stream, chunk: Bytes) {
-        let listeners: Vec<_> = self
-            .lock()
-            .listeners
-            .iter()
-            .map(|listener| (listener.id, listener.sender.clone()))
-            .collect();
+        let listeners: Vec<_> =
+            self.lock().listeners.iter().map(|listener| (listener.id, listener.sender.clone())).collect();
         for (id, sender) in listeners {
             if !self.deliver(&sender, Output::Data(stream, chunk.clone())).await {
                 self.lock().listeners.retain(|listener| listener.id != id);
@@ -154,10 +150,7 @@ impl Hub {
 mod tests {
     use super::*;
 
-    const END: End = End {
-        exit: Exit::Code(0),
-        timed_out: false,
-    };
+    const END: End = End { exit: Exit::Code(0), timed_out: false };
 
     fn chunk(text: &'static str) -> Output {
         Output::Data(Stream::Stdout, Bytes::from_static(text.as_bytes()))
@@ -186,11 +179,7 @@ mod tests {
                 hub.put(Stream::Stdout, Bytes::from_static(b"x")).await;
             }
         };
-        assert!(
-            tokio::time::timeout(Duration::from_secs(3600), flood)
-                .await
-                .is_err()
-        );
+        assert!(tokio::time::timeout(Duration::from_secs(3600), flood).await.is_err());
     }
 
     #[tokio::test(start_paused = true)]
@@ -231,9 +220,6 @@ mod tests {
         });
         tokio::time::sleep(Duration::from_secs(60)).await;
         drop(listener);
-        tokio::time::timeout(Duration::from_secs(1), writer)
-            .await
-            .unwrap()
-            .unwrap();
+        tokio::time::timeout(Duration::from_secs(1), writer).await.unwrap().unwrap();
     }
 }

@@ -106,11 +106,7 @@ impl Process {
     ) -> io::Result<(Arc<Self>, mpsc::Receiver<Output>)> {
         let spawned = spawner.spawn(launch)?;
         let (input, outputs) = match spawned.ends {
-            Ends::Pipes {
-                stdin,
-                stdout,
-                stderr,
-            } => {
+            Ends::Pipes { stdin, stdout, stderr } => {
                 let stdin = stdin.map(AsyncPipe::new).transpose()?;
                 let outputs = vec![
                     (Stream::Stdout, Arc::new(AsyncPipe::new(stdout)?)),
@@ -120,10 +116,7 @@ impl Process {
             }
             Ends::Pty(master) => {
                 let master = Arc::new(AsyncPipe::new(master)?);
-                (
-                    Input::Pty(master.clone(), tokio::sync::Mutex::new(())),
-                    vec![(Stream::Pty, master)],
-                )
+                (Input::Pty(master.clone(), tokio::sync::Mutex::new(())), vec![(Stream::Pty, master)])
             }
         };
         let process = Arc::new(Self {
@@ -162,23 +155,15 @@ impl Process {
         time_limit: Option<Duration>,
     ) {
         let limit = time_limit.map(|limit| tokio::spawn(self.clone().enforce(limit)));
-        let pumps: Vec<_> = outputs
-            .into_iter()
-            .map(|(stream, pipe)| tokio::spawn(self.clone().pump(stream, pipe)))
-            .collect();
+        let pumps: Vec<_> =
+            outputs.into_iter().map(|(stream, pipe)| tokio::spawn(self.clone().pump(stream, pipe))).collect();
         // The reaper lives as long as the agent and answers for every registered child.
-        let exit = exit.await.unwrap_or(Exit::Signal {
-            number: libc::SIGKILL,
-            core_dumped: false,
-        });
+        let exit = exit.await.unwrap_or(Exit::Signal { number: libc::SIGKILL, core_dumped: false });
         futures_util::future::join_all(pumps).await;
         if let Some(limit) = limit {
             limit.abort();
         }
-        self.hub.finish(End {
-            exit,
-            timed_out: self.timed_out.load(Ordering::Relaxed),
-        });
+        self.hub.finish(End { exit, timed_out: self.timed_out.load(Ordering::Relaxed) });
         self.close_stdin_now();
         // Lets go of the cgroup.
         self.target.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -191,11 +176,7 @@ impl Process {
     }
 
     async fn pump(self: Arc<Self>, stream: Stream, pipe: Arc<AsyncPipe>) {
-        let most = if stream == Stream::Pty {
-            PTY_CHUNK_BYTES
-        } else {
-            PIPE_CHUNK_BYTES
-        };
+        let most = if stream == Stream::Pty { PTY_CHUNK_BYTES } else { PIPE_CHUNK_BYTES };
         let mut drained = pin!(self.drained_after_kill());
         loop {
             let chunk = tokio::select! {
@@ -263,18 +244,11 @@ impl Process {
     pub async fn write_stdin(&self, data: &[u8]) -> Result<(), InputError> {
         let pid = self.pid;
         let Input::Pipe(stdin) = &self.input else {
-            return Err(InputError::Kind {
-                pid,
-                has: "a terminal",
-                asked: "standard input",
-            });
+            return Err(InputError::Kind { pid, has: "a terminal", asked: "standard input" });
         };
         let stdin = stdin.lock().await;
         let stdin = stdin.as_ref().ok_or(InputError::Closed { pid })?;
-        stdin
-            .write_all(data)
-            .await
-            .map_err(|source| InputError::Write { pid, source })
+        stdin.write_all(data).await.map_err(|source| InputError::Write { pid, source })
     }
 
     /// Writes to its terminal, waiting while it does not read.
@@ -284,17 +258,10 @@ impl Process {
     pub async fn write_pty(&self, data: &[u8]) -> Result<(), InputError> {
         let pid = self.pid;
         let Input::Pty(master, turn) = &self.input else {
-            return Err(InputError::Kind {
-                pid,
-                has: "standard input",
-                asked: "a terminal",
-            });
+            return Err(InputError::Kind { pid, has: "standard input", asked: "a terminal" });
         };
         let _turn = turn.lock().await;
-        master
-            .write_all(data)
-            .await
-            .map_err(|source| InputError::Write { pid, source })
+        master.write_all(data).await.map_err(|source| InputError::Write { pid, source })
     }
 
     /// Closes its standard input.
@@ -303,11 +270,7 @@ impl Process {
     /// Where it has a terminal: there, the end is a character.
     pub async fn close_stdin(&self) -> Result<(), InputError> {
         let Input::Pipe(stdin) = &self.input else {
-            return Err(InputError::Kind {
-                pid: self.pid,
-                has: "a terminal",
-                asked: "standard input",
-            });
+            return Err(InputError::Kind { pid: self.pid, has: "a terminal", asked: "standard input" });
         };
         stdin.lock().await.take();
         Ok(())
@@ -328,15 +291,9 @@ impl Process {
     pub fn resize(&self, size: PtySize) -> Result<(), InputError> {
         let pid = self.pid;
         let Input::Pty(master, _) = &self.input else {
-            return Err(InputError::Kind {
-                pid,
-                has: "standard input",
-                asked: "a terminal",
-            });
+            return Err(InputError::Kind { pid, has: "standard input", asked: "a terminal" });
         };
-        tcsetwinsize(master.fd(), size.winsize()).map_err(|error| InputError::Write {
-            pid,
-            source: error.into(),
-        })
+        tcsetwinsize(master.fd(), size.winsize())
+            .map_err(|error| InputError::Write { pid, source: error.into() })
     }
 }

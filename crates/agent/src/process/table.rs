@@ -46,10 +46,7 @@ impl Table {
             process.wait_end().await;
             tokio::time::sleep(RETAINED).await;
             let mut processes = table.lock();
-            if processes
-                .get(&process.pid())
-                .is_some_and(|known| Arc::ptr_eq(known, &process))
-            {
+            if processes.get(&process.pid()).is_some_and(|known| Arc::ptr_eq(known, &process)) {
                 processes.remove(&process.pid());
             }
         });
@@ -61,25 +58,15 @@ impl Table {
         match selector {
             Selector::Pid(pid) => processes.get(pid).cloned(),
             Selector::Tag(tag) => {
-                let tagged = || {
-                    processes
-                        .values()
-                        .filter(|process| process.description.tag.as_ref() == Some(tag))
-                };
-                tagged()
-                    .find(|process| process.end().is_none())
-                    .or_else(|| tagged().next_back())
-                    .cloned()
+                let tagged =
+                    || processes.values().filter(|process| process.description.tag.as_ref() == Some(tag));
+                tagged().find(|process| process.end().is_none()).or_else(|| tagged().next_back()).cloned()
             }
         }
     }
 
     /// The living.
     pub fn living(&self) -> Vec<Arc<Process>> {
-        self.lock()
-            .values()
-            .filter(|process| process.end().is_none())
-            .cloned()
-            .collect()
+        self.lock().values().filter(|process| process.end().is_none()).cloned().collect()
     }
 }

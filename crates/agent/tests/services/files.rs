@@ -20,21 +20,16 @@ async fn upload(
     body: impl Into<Bytes>,
 ) -> (StatusCode, Value) {
     let request = Request::post(format!("/files?{query}")).header("host", "x");
-    let request = headers
-        .iter()
-        .fold(request, |request, (name, value)| request.header(*name, *value));
-    let (status, _, body) = agent
-        .call(49983, request.body(Full::from(body.into())).unwrap())
-        .await;
+    let request = headers.iter().fold(request, |request, (name, value)| request.header(*name, *value));
+    let (status, _, body) = agent.call(49983, request.body(Full::from(body.into())).unwrap()).await;
     (status, serde_json::from_slice(&body).unwrap())
 }
 
 const RAW: &[(&str, &str)] = &[("content-type", "application/octet-stream")];
 
 async fn download(agent: &Agent, path: &std::path::Path, range: &str) -> (StatusCode, HeaderMap, Bytes) {
-    let request = Request::get(format!("/files?path={}", encoded(path)))
-        .header("host", "x")
-        .header("range", range);
+    let request =
+        Request::get(format!("/files?path={}", encoded(path))).header("host", "x").header("range", range);
     agent.call(49983, request.body(Full::default()).unwrap()).await
 }
 
@@ -47,10 +42,7 @@ async fn what_goes_up_comes_down() {
     assert_eq!(status, StatusCode::OK);
     assert_eq!(body, json!([{"name": "a b.bin", "path": path, "type": "file"}]));
     let (status, headers, down) = download(&agent, &path, "").await;
-    assert_eq!(
-        (status, headers["content-length"].to_str().unwrap()),
-        (StatusCode::OK, "3000000")
-    );
+    assert_eq!((status, headers["content-length"].to_str().unwrap()), (StatusCode::OK, "3000000"));
     assert_eq!(headers["content-disposition"], "inline; filename=\"a b.bin\"");
     assert!(down == content, "the content differs");
     let (status, headers, part) = download(&agent, &path, "bytes=100000-200000").await;
@@ -77,13 +69,7 @@ async fn an_existing_file_is_replaced_whole_and_keeps_its_mode() {
     assert_eq!(status, StatusCode::OK, "{body}");
     assert!(link.is_symlink());
     let metadata = std::fs::metadata(&path).unwrap();
-    assert_eq!(
-        (
-            std::fs::read_to_string(&path).unwrap().as_str(),
-            metadata.mode() & 0o777
-        ),
-        ("new", 0o755)
-    );
+    assert_eq!((std::fs::read_to_string(&path).unwrap().as_str(), metadata.mode() & 0o777), ("new", 0o755));
     assert_ne!(metadata.ino(), inode, "written beside and renamed");
 }
 
@@ -100,11 +86,7 @@ async fn several_files_come_in_one_multipart_body() {
     let body = part(&one, "1") + &part(&two, "22") + "--XX--\r\n";
     let headers = [("content-type", "multipart/form-data; boundary=XX")];
     let (status, answer) = upload(&agent, "", &headers, body.clone()).await;
-    assert_eq!(
-        (status, answer.as_array().map(Vec::len)),
-        (StatusCode::OK, Some(2)),
-        "{answer}"
-    );
+    assert_eq!((status, answer.as_array().map(Vec::len)), (StatusCode::OK, Some(2)), "{answer}");
     assert_eq!(std::fs::read_to_string(&two).unwrap(), "22");
     let single = agent.path().join("single");
     let (status, answer) = upload(&agent, &format!("path={}", encoded(&single)), &headers, body).await;
@@ -120,29 +102,15 @@ async fn wrong_uploads_are_refused_and_leave_nothing() {
     std::fs::create_dir(&directory).unwrap();
     let query = format!("path={}", encoded(&directory));
     let (status, body) = upload(&agent, &query, RAW, "x").await;
-    assert_eq!(
-        (status, body["code"].as_i64()),
-        (StatusCode::BAD_REQUEST, Some(400))
-    );
+    assert_eq!((status, body["code"].as_i64()), (StatusCode::BAD_REQUEST, Some(400)));
     let below_file = format!("path={}", encoded(&agent.path().join("49983.sock/x")));
-    assert_eq!(
-        upload(&agent, &below_file, RAW, "x").await.0,
-        StatusCode::BAD_REQUEST
-    );
+    assert_eq!(upload(&agent, &below_file, RAW, "x").await.0, StatusCode::BAD_REQUEST);
     assert_eq!(upload(&agent, "", RAW, "x").await.0, StatusCode::BAD_REQUEST);
-    let gzip = [
-        ("content-type", "application/octet-stream"),
-        ("content-encoding", "gzip"),
-    ];
+    let gzip = [("content-type", "application/octet-stream"), ("content-encoding", "gzip")];
     let file = format!("path={}", encoded(&directory.join("f")));
+    assert_eq!(upload(&agent, &file, &gzip, "x").await.0, StatusCode::UNSUPPORTED_MEDIA_TYPE);
     assert_eq!(
-        upload(&agent, &file, &gzip, "x").await.0,
-        StatusCode::UNSUPPORTED_MEDIA_TYPE
-    );
-    assert_eq!(
-        upload(&agent, &format!("{file}&username=no-such-user"), RAW, "x")
-            .await
-            .0,
+        upload(&agent, &format!("{file}&username=no-such-user"), RAW, "x").await.0,
         StatusCode::UNAUTHORIZED
     );
     assert_eq!(std::fs::read_dir(&directory).unwrap().count(), 0);
@@ -170,17 +138,10 @@ async fn a_full_disk_is_said_and_the_old_file_stays() {
     let path = small.join("f");
     std::fs::write(&path, "old").unwrap();
     let (status, body) = upload(&agent, &format!("path={}", encoded(&path)), RAW, vec![1; 1 << 20]).await;
-    let left: Vec<_> = std::fs::read_dir(&small)
-        .unwrap()
-        .flatten()
-        .map(|entry| entry.file_name())
-        .collect();
+    let left: Vec<_> = std::fs::read_dir(&small).unwrap().flatten().map(|entry| entry.file_name()).collect();
     let content = std::fs::read_to_string(&path);
     std::process::Command::new("umount").arg(&small).status().unwrap();
-    assert_eq!(
-        (status, body["code"].as_i64()),
-        (StatusCode::INSUFFICIENT_STORAGE, Some(507))
-    );
+    assert_eq!((status, body["code"].as_i64()), (StatusCode::INSUFFICIENT_STORAGE, Some(507)));
     assert_eq!((content.unwrap().as_str(), left), ("old", vec!["f".into()]));
 }
 
@@ -192,10 +153,7 @@ async fn downloads_of_odd_things_have_answers() {
     let (status, _, body) = get("/no/such/file").await;
     assert_eq!(status, StatusCode::NOT_FOUND);
     let body: Value = serde_json::from_slice(&body).unwrap();
-    assert_eq!(
-        body,
-        json!({"code": 404, "message": "path '/no/such/file' does not exist"})
-    );
+    assert_eq!(body, json!({"code": 404, "message": "path '/no/such/file' does not exist"}));
     assert_eq!(get("/tmp").await.0, StatusCode::BAD_REQUEST);
     assert_eq!(get("/dev/zero").await.0, StatusCode::BAD_REQUEST);
     let (status, _, body) = get("/proc/self/status").await;
@@ -204,34 +162,17 @@ async fn downloads_of_odd_things_have_answers() {
     let empty = agent.path().join("empty");
     std::fs::write(&empty, "").unwrap();
     let (status, headers, _) = download(agent, &empty, "").await;
-    assert_eq!(
-        (status, headers["content-length"].to_str().unwrap()),
-        (StatusCode::OK, "0")
-    );
+    assert_eq!((status, headers["content-length"].to_str().unwrap()), (StatusCode::OK, "0"));
 }
 
 #[tokio::test]
 async fn the_guest_tells_its_health_and_load() {
     let agent = Agent::start().await;
     let (status, headers, _) = agent.get("/health").await;
-    assert_eq!(
-        (status, headers["cache-control"].to_str().unwrap()),
-        (StatusCode::NO_CONTENT, "no-store")
-    );
+    assert_eq!((status, headers["cache-control"].to_str().unwrap()), (StatusCode::NO_CONTENT, "no-store"));
     let (_, _, body) = agent.get("/metrics").await;
     let metrics: Value = serde_json::from_slice(&body).unwrap();
-    for name in [
-        "ts",
-        "cpu_count",
-        "mem_total",
-        "mem_used",
-        "mem_total_mib",
-        "disk_total",
-        "disk_used",
-    ] {
-        assert!(
-            metrics[name].as_u64().is_some_and(|value| value > 0),
-            "{name} in {metrics}"
-        );
+    for name in ["ts", "cpu_count", "mem_total", "mem_used", "mem_total_mib", "disk_total", "disk_used"] {
+        assert!(metrics[name].as_u64().is_some_and(|value| value > 0), "{name} in {metrics}");
     }
 }

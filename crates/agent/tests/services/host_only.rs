@@ -29,10 +29,7 @@ async fn an_identity_reaches_files_processes_and_hooks() {
         (
             "10-tell",
             0o755,
-            script(&format!(
-                "echo $OFFSHOOT_GENERATION $E2B_SANDBOX_ID > {}",
-                seen.display()
-            )),
+            script(&format!("echo $OFFSHOOT_GENERATION $E2B_SANDBOX_ID > {}", seen.display())),
         ),
         ("20-fail", 0o755, script("echo reason >&2; exit 4")),
         ("30-not-executable", 0o644, script("exit 5")),
@@ -52,15 +49,9 @@ async fn an_identity_reaches_files_processes_and_hooks() {
     assert_eq!(read("root/etc/machine-id"), format!("{:032x}\n", 7));
     assert_eq!(read("run/generation"), "7\n");
     assert_eq!(read("seen"), "7 i7\n");
-    let outcome = agent
-        .shell("echo $E2B_SANDBOX_ID $GENERATION")
-        .await
-        .outcome()
-        .await;
+    let outcome = agent.shell("echo $E2B_SANDBOX_ID $GENERATION").await.outcome().await;
     assert_eq!(outcome.stdout_text(), "i7 7\n");
-    let lines = agent
-        .run_code("import os\nos.environ['E2B_SANDBOX_ID'], os.environ['GENERATION']")
-        .await;
+    let lines = agent.run_code("import os\nos.environ['E2B_SANDBOX_ID'], os.environ['GENERATION']").await;
     assert_eq!(one(&lines, "result")["text"], "('i7', '7')");
 }
 
@@ -72,10 +63,7 @@ async fn a_hook_that_hangs_is_killed_and_named() {
     std::fs::write(hooks.join("hang"), "#!/bin/sh\nsleep 300\n").unwrap();
     std::fs::set_permissions(hooks.join("hang"), std::fs::Permissions::from_mode(0o755)).unwrap();
     let reply = agent.host(identity(1, 1)).await;
-    assert_eq!(
-        reply["failed_hooks"],
-        json!(["hang: was killed: not done after 5 s"])
-    );
+    assert_eq!(reply["failed_hooks"], json!(["hang: was killed: not done after 5 s"]));
 }
 
 #[tokio::test]
@@ -85,10 +73,7 @@ async fn a_wrong_identity_fails_closed() {
     wrong["machine_id"] = "short".into();
     let reply = agent.host(wrong).await;
     assert_eq!(reply["reply"], "failed");
-    assert!(
-        reply["message"].as_str().unwrap().contains("machine_id 'short'"),
-        "{reply}"
-    );
+    assert!(reply["message"].as_str().unwrap().contains("machine_id 'short'"), "{reply}");
     assert!(!agent.path().join("run/generation").exists());
     assert_eq!(agent.host(json!({"op": "no such"})).await["reply"], "failed");
 }
@@ -105,10 +90,7 @@ async fn interpreters_are_seeded_anew_idle_or_busy() {
         agent.host(identity(1, entropy)).await;
         drawn.push(one(&agent.run_code("random.random()").await, "result")["text"].clone());
     }
-    assert!(
-        drawn[0] != drawn[1] && !drawn.contains(&unseeded),
-        "{drawn:?} {unseeded}"
-    );
+    assert!(drawn[0] != drawn[1] && !drawn.contains(&unseeded), "{drawn:?} {unseeded}");
 
     let file = agent.path().join("go");
     let code = format!(
@@ -119,11 +101,7 @@ async fn interpreters_are_seeded_anew_idle_or_busy() {
     lines.wait_for("stdout").await;
     assert_eq!(agent.host(identity(2, 3)).await["reply"], "identity_applied");
     std::fs::write(&file, "").unwrap();
-    assert_ne!(
-        lines.wait_for("result").await["text"],
-        unseeded,
-        "running code draws from the new seed"
-    );
+    assert_ne!(lines.wait_for("result").await["text"], unseeded, "running code draws from the new seed");
 }
 
 #[tokio::test]
@@ -133,39 +111,18 @@ async fn a_warm_up_leaves_its_names() {
     let source = "import sys\nprint('warming')\nprint('note', file=sys.stderr)\nbig = list(range(1000))";
     let warm = |source: &str, limit: u64| json!({"op": "warm", "source": source, "file_name": "warm.py", "timeout_ms": limit});
     let reply = agent.host(warm(source, 20_000)).await;
-    assert_eq!(
-        reply,
-        json!({"reply": "warmed", "stdout": "warming\n", "stderr": "note\n"})
-    );
+    assert_eq!(reply, json!({"reply": "warmed", "stdout": "warming\n", "stderr": "note\n"}));
     let lines = agent.run_code("sum(big), 'stale' in globals(), __name__").await;
+    assert_eq!(one(&lines, "number_of_executions")["execution_count"], 1, "a warm-up is no execution");
     assert_eq!(
-        one(&lines, "number_of_executions")["execution_count"],
-        1,
-        "a warm-up is no execution"
-    );
-    assert_eq!(
-        (
-            one(&lines, "result")["text"].as_str(),
-            text(&lines, "stderr").as_str()
-        ),
+        (one(&lines, "result")["text"].as_str(), text(&lines, "stderr").as_str()),
         (Some("(499500, False, '__main__')"), "")
     );
-    let reply = agent
-        .host(warm("def f():\n    raise ValueError('cold')\nf()", 20_000))
-        .await;
+    let reply = agent.host(warm("def f():\n    raise ValueError('cold')\nf()", 20_000)).await;
     let message = reply["message"].as_str().unwrap();
-    assert!(
-        message.contains("ValueError: cold") && message.contains("warm.py\", line 2"),
-        "{message}"
-    );
+    assert!(message.contains("ValueError: cold") && message.contains("warm.py\", line 2"), "{message}");
     let reply = agent.host(warm("import time\ntime.sleep(300)", 300)).await;
-    assert!(
-        reply["message"]
-            .as_str()
-            .unwrap()
-            .contains("time limit of 300 ms"),
-        "{reply}"
-    );
+    assert!(reply["message"].as_str().unwrap().contains("time limit of 300 ms"), "{reply}");
 }
 
 #[tokio::test]
@@ -173,10 +130,7 @@ async fn shutdown_answers_before_the_end() {
     let agent = Agent::start().await;
     let mut events = agent.shell("sleep 300").await;
     let pid = events.pid().await;
-    assert_eq!(
-        agent.host(json!({"op": "shutdown"})).await["reply"],
-        "shutting_down"
-    );
+    assert_eq!(agent.host(json!({"op": "shutdown"})).await["reply"], "shutting_down");
     within("everything has ended", async {
         while crate::support::alive(&pid.to_string()) || crate::support::alive(&agent.pid().to_string()) {
             tokio::time::sleep(Duration::from_millis(10)).await;

@@ -11,17 +11,10 @@ use crate::support::{Agent, one, resident_bytes, text, within};
 #[tokio::test]
 async fn value_output_and_error_come_apart() {
     let agent = Agent::start().await;
-    let lines = agent
-        .run_code("import sys\nprint('out')\nprint('err', file=sys.stderr)\nx = 41\nx + 1")
-        .await;
-    assert_eq!(
-        lines[0],
-        json!({"type": "number_of_executions", "execution_count": 1})
-    );
-    assert_eq!(
-        (text(&lines, "stdout"), text(&lines, "stderr")),
-        ("out\n".into(), "err\n".into())
-    );
+    let lines =
+        agent.run_code("import sys\nprint('out')\nprint('err', file=sys.stderr)\nx = 41\nx + 1").await;
+    assert_eq!(lines[0], json!({"type": "number_of_executions", "execution_count": 1}));
+    assert_eq!((text(&lines, "stdout"), text(&lines, "stderr")), ("out\n".into(), "err\n".into()));
     assert_eq!(
         *one(&lines, "result"),
         json!({"type": "result", "is_main_result": true, "text": "42", "json": 42})
@@ -33,10 +26,7 @@ async fn value_output_and_error_come_apart() {
         (Some("ZeroDivisionError"), Some("division by zero"))
     );
     let traceback = error["traceback"].as_str().unwrap();
-    assert!(
-        traceback.contains("return 1 / 0") && traceback.contains("<cell 2>\", line 2"),
-        "{traceback}"
-    );
+    assert!(traceback.contains("return 1 / 0") && traceback.contains("<cell 2>\", line 2"), "{traceback}");
     assert!(
         !traceback.contains("offshoot_driver"),
         "the driver's own frames are not the user's: {traceback}"
@@ -50,39 +40,20 @@ async fn values_are_text_and_where_plain_json() {
     let agent = Agent::start().await;
     for (code, text, json) in [
         ("'a\"b'", "a\"b", json!("a\"b")),
-        (
-            "{'a': [1, 2.5, None, True]}",
-            "{'a': [1, 2.5, None, True]}",
-            json!({"a": [1, 2.5, null, true]}),
-        ),
+        ("{'a': [1, 2.5, None, True]}", "{'a': [1, 2.5, None, True]}", json!({"a": [1, 2.5, null, true]})),
         ("2**70", "1180591620717411303424", Value::Null),
         ("float('nan')", "nan", Value::Null),
         ("{1: 2}", "{1: 2}", Value::Null),
         ("'\\ud800'", "\\ud800", Value::Null),
         ("object", "<class 'object'>", Value::Null),
-        (
-            "import asyncio\nawait asyncio.sleep(0, 'slept')",
-            "slept",
-            json!("slept"),
-        ),
+        ("import asyncio\nawait asyncio.sleep(0, 'slept')", "slept", json!("slept")),
     ] {
         let lines = agent.run_code(code).await;
         let result = one(&lines, "result");
-        assert_eq!(
-            (result["text"].as_str(), &result["json"]),
-            (Some(text), &json),
-            "{code}"
-        );
+        assert_eq!((result["text"].as_str(), &result["json"]), (Some(text), &json), "{code}");
     }
     for nothing in ["None", "x = 1", "", "5;"] {
-        assert!(
-            agent
-                .run_code(nothing)
-                .await
-                .iter()
-                .all(|line| line["type"] != "result"),
-            "{nothing}"
-        );
+        assert!(agent.run_code(nothing).await.iter().all(|line| line["type"] != "result"), "{nothing}");
     }
     let lines = agent.run_code("raise ValueError('\\ud800')").await;
     assert_eq!(one(&lines, "error")["value"], "\\ud800");
@@ -98,10 +69,7 @@ async fn output_of_subprocesses_is_captured_before_the_end() {
     for _ in 0..3 {
         let lines = agent.run_code(code).await;
         let expected: String = (0..50).map(|i| format!("p{i} s{i} ")).collect();
-        assert_eq!(
-            (text(&lines, "stdout"), text(&lines, "stderr")),
-            (expected, "ü€".into())
-        );
+        assert_eq!((text(&lines, "stdout"), text(&lines, "stderr")), (expected, "ü€".into()));
         let kinds: Vec<_> = lines.iter().map(|line| line["type"].as_str().unwrap()).collect();
         assert_eq!(kinds[kinds.len() - 2..], ["result", "end_of_execution"]);
     }
@@ -128,10 +96,7 @@ async fn big_output_with_a_slow_reader_holds_no_memory_and_loses_nothing() {
         }
         total += line["text"].as_str().unwrap().len();
     }
-    assert!(
-        total > FLOOD_BYTES - (1 << 20),
-        "only {total} bytes after the first event"
-    );
+    assert!(total > FLOOD_BYTES - (1 << 20), "only {total} bytes after the first event");
 }
 
 #[tokio::test]
@@ -152,11 +117,7 @@ async fn a_time_limit_interrupts_and_names_survive() {
 async fn code_that_does_not_yield_is_killed_and_the_next_is_told() {
     let agent = Agent::start().await;
     let stubborn = "import time\nwhile True:\n    try:\n        time.sleep(300)\n    except KeyboardInterrupt:\n        pass";
-    let lines = agent
-        .execute(json!({"code": stubborn, "timeout_ms": 300}))
-        .await
-        .all()
-        .await;
+    let lines = agent.execute(json!({"code": stubborn, "timeout_ms": 300})).await.all().await;
     assert_eq!(one(&lines, "error")["name"], "InterpreterKilled");
     let lines = agent.run_code("1").await;
     assert!(text(&lines, "stderr").contains("did not yield"), "{lines:?}");
@@ -171,10 +132,7 @@ async fn a_client_that_leaves_interrupts_its_code() {
     let mut lines = agent.execute(json!({ "code": code })).await;
     lines.wait_for("stdout").await;
     drop(lines);
-    assert_eq!(
-        one(&agent.run_code("interrupted").await, "result")["text"],
-        "True"
-    );
+    assert_eq!(one(&agent.run_code("interrupted").await, "result")["text"], "True");
 }
 
 #[tokio::test]
@@ -186,20 +144,11 @@ async fn exits_are_survived_where_they_can_be() {
         (&json!("SystemExit"), &json!("3"))
     );
     assert_eq!(one(&agent.run_code("kept").await, "result")["text"], "1");
-    let lines = agent
-        .run_code("import os\nif os.fork() == 0:\n    raise SystemExit\nos.wait()[1]")
-        .await;
-    assert_eq!(
-        one(&lines, "result")["text"],
-        "0",
-        "a forked child does not answer for its parent"
-    );
+    let lines = agent.run_code("import os\nif os.fork() == 0:\n    raise SystemExit\nos.wait()[1]").await;
+    assert_eq!(one(&lines, "result")["text"], "0", "a forked child does not answer for its parent");
     let lines = agent.run_code("print('last words')\nos._exit(9)").await;
     assert_eq!(text(&lines, "stdout"), "last words\n");
-    assert_eq!(
-        one(&lines, "error")["value"],
-        "the interpreter ended (exit status 9)"
-    );
+    assert_eq!(one(&lines, "error")["value"], "the interpreter ended (exit status 9)");
     let lines = agent.run_code("'kept' in globals()").await;
     assert!(text(&lines, "stderr").contains("exit status 9"), "{lines:?}");
     assert_eq!(one(&lines, "result")["text"], "False");
@@ -209,19 +158,9 @@ async fn exits_are_survived_where_they_can_be() {
 async fn variables_of_an_execution_end_with_it() {
     let agent = Agent::start().await;
     let read = "import os\nos.environ.get('ONCE')";
-    let lines = agent
-        .execute(json!({"code": read, "env_vars": {"ONCE": "yes"}}))
-        .await
-        .all()
-        .await;
+    let lines = agent.execute(json!({"code": read, "env_vars": {"ONCE": "yes"}})).await.all().await;
     assert_eq!(one(&lines, "result")["text"], "yes");
-    assert!(
-        agent
-            .run_code(read)
-            .await
-            .iter()
-            .all(|line| line["type"] != "result")
-    );
+    assert!(agent.run_code(read).await.iter().all(|line| line["type"] != "result"));
 }
 
 #[tokio::test]
@@ -238,17 +177,9 @@ async fn code_of_one_context_runs_one_after_the_other() {
 }
 
 async fn contexts(agent: &Agent, method: &str, path: &str, body: Value) -> (StatusCode, String) {
-    let body = if body.is_null() {
-        String::new()
-    } else {
-        body.to_string()
-    };
-    let request = Request::builder()
-        .method(method)
-        .uri(path)
-        .header("host", "x")
-        .body(Full::from(body))
-        .unwrap();
+    let body = if body.is_null() { String::new() } else { body.to_string() };
+    let request =
+        Request::builder().method(method).uri(path).header("host", "x").body(Full::from(body)).unwrap();
     let (status, _, body) = agent.call(49999, request).await;
     (status, String::from_utf8(body.to_vec()).unwrap())
 }
@@ -256,44 +187,28 @@ async fn contexts(agent: &Agent, method: &str, path: &str, body: Value) -> (Stat
 #[tokio::test]
 async fn contexts_are_apart_and_can_be_restarted_and_deleted() {
     let agent = Agent::start().await;
-    assert_eq!(
-        contexts(&agent, "GET", "/health", Value::Null).await,
-        (StatusCode::OK, "\"OK\"".into())
-    );
+    assert_eq!(contexts(&agent, "GET", "/health", Value::Null).await, (StatusCode::OK, "\"OK\"".into()));
     let (status, body) = contexts(&agent, "POST", "/contexts", json!({"cwd": "/tmp"})).await;
     assert_eq!(status, StatusCode::OK, "{body}");
-    let id = serde_json::from_str::<Value>(&body).unwrap()["id"]
-        .as_str()
-        .unwrap()
-        .to_owned();
+    let id = serde_json::from_str::<Value>(&body).unwrap()["id"].as_str().unwrap().to_owned();
     agent.run_code("here = 'default'").await;
     let run = |code: &str| agent.execute(json!({"code": code, "context_id": id}));
-    let lines = run("import os\n'here' in globals(), os.getcwd()")
-        .await
-        .all()
-        .await;
+    let lines = run("import os\n'here' in globals(), os.getcwd()").await.all().await;
     assert_eq!(one(&lines, "result")["text"], "(False, '/tmp')");
     let mut endless = run("print('begun')\nwhile True: pass").await;
     endless.wait_for("stdout").await;
     assert_eq!(
-        contexts(&agent, "POST", &format!("/contexts/{id}/restart"), Value::Null)
-            .await
-            .0,
+        contexts(&agent, "POST", &format!("/contexts/{id}/restart"), Value::Null).await.0,
         StatusCode::NO_CONTENT
     );
     assert_eq!(endless.wait_for("error").await["name"], "InterpreterRestarted");
     let lines = run("'os' in globals()").await.all().await;
     assert_eq!(
-        (
-            one(&lines, "result")["text"].as_str(),
-            text(&lines, "stderr").as_str()
-        ),
+        (one(&lines, "result")["text"].as_str(), text(&lines, "stderr").as_str()),
         (Some("False"), "")
     );
     assert_eq!(
-        contexts(&agent, "DELETE", &format!("/contexts/{id}"), Value::Null)
-            .await
-            .0,
+        contexts(&agent, "DELETE", &format!("/contexts/{id}"), Value::Null).await.0,
         StatusCode::NO_CONTENT
     );
     let gone = contexts(&agent, "POST", "/execute", json!({"code": "1", "context_id": id})).await;

@@ -24,9 +24,7 @@ pub struct Agent {
 }
 
 pub async fn within<T>(what: &str, work: impl Future<Output = T>) -> T {
-    tokio::time::timeout(DEADLINE, work)
-        .await
-        .unwrap_or_else(|_| panic!("not done in time: {what}"))
+    tokio::time::timeout(DEADLINE, work).await.unwrap_or_else(|_| panic!("not done in time: {what}"))
 }
 
 impl Agent {
@@ -67,14 +65,11 @@ impl Agent {
 
     pub async fn send(&self, port: u32, request: Request<Full<Bytes>>) -> Response<Incoming> {
         let stream = UnixStream::connect(self.socket(port)).await.unwrap();
-        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
-            .await
-            .unwrap();
+        let (mut sender, connection) =
+            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.unwrap();
         // The connection lives as long as the answer's body is read.
         tokio::spawn(connection);
-        within("an answer begins", sender.send_request(request))
-            .await
-            .unwrap()
+        within("an answer begins", sender.send_request(request)).await.unwrap()
     }
 
     pub async fn call(&self, port: u32, request: Request<Full<Bytes>>) -> (StatusCode, HeaderMap, Bytes) {
@@ -85,14 +80,7 @@ impl Agent {
     }
 
     pub async fn get(&self, path: &str) -> (StatusCode, HeaderMap, Bytes) {
-        self.call(
-            49983,
-            Request::get(path)
-                .header("host", "x")
-                .body(Full::default())
-                .unwrap(),
-        )
-        .await
+        self.call(49983, Request::get(path).header("host", "x").body(Full::default()).unwrap()).await
     }
 
     pub async fn unary(&self, method: &str, message: Value) -> (StatusCode, Value) {
@@ -109,45 +97,27 @@ impl Agent {
         let request = Request::post(format!("/process.Process/{method}"))
             .header("host", "x")
             .header("content-type", "application/connect+json");
-        let request = headers
-            .iter()
-            .fold(request, |request, (name, value)| request.header(*name, *value));
-        let response = self
-            .send(49983, request.body(Full::from(envelope(&message))).unwrap())
-            .await;
+        let request = headers.iter().fold(request, |request, (name, value)| request.header(*name, *value));
+        let response = self.send(49983, request.body(Full::from(envelope(&message))).unwrap()).await;
         assert_eq!(response.status(), StatusCode::OK);
-        Events {
-            body: response.into_body(),
-            buffer: BytesMut::new(),
-        }
+        Events { body: response.into_body(), buffer: BytesMut::new() }
     }
 
     pub async fn shell(&self, script: &str) -> Events {
         let process = json!({ "cmd": "/bin/sh", "args": ["-c", script] });
-        self.stream("Start", json!({ "process": process, "stdin": false }), &[])
-            .await
+        self.stream("Start", json!({ "process": process, "stdin": false }), &[]).await
     }
 
     pub async fn shell_with_input(&self, script: &str) -> Events {
-        self.stream(
-            "Start",
-            json!({ "process": { "cmd": "/bin/sh", "args": ["-c", script] } }),
-            &[],
-        )
-        .await
+        self.stream("Start", json!({ "process": { "cmd": "/bin/sh", "args": ["-c", script] } }), &[]).await
     }
 
     pub async fn execute(&self, body: Value) -> Lines {
-        let request = Request::post("/execute")
-            .header("host", "x")
-            .body(Full::from(body.to_string()))
-            .unwrap();
+        let request =
+            Request::post("/execute").header("host", "x").body(Full::from(body.to_string())).unwrap();
         let response = self.send(49999, request).await;
         assert_eq!(response.status(), StatusCode::OK);
-        Lines {
-            body: response.into_body(),
-            buffer: BytesMut::new(),
-        }
+        Lines { body: response.into_body(), buffer: BytesMut::new() }
     }
 
     pub async fn run_code(&self, code: &str) -> Vec<Value> {
@@ -159,9 +129,7 @@ impl Agent {
         let mut stream = BufReader::new(stream);
         stream.write_all(format!("{request}\n").as_bytes()).await.unwrap();
         let mut line = String::new();
-        within("the host-only port answers", stream.read_line(&mut line))
-            .await
-            .unwrap();
+        within("the host-only port answers", stream.read_line(&mut line)).await.unwrap();
         serde_json::from_str(&line).unwrap()
     }
 }
@@ -216,11 +184,7 @@ impl Events {
                     return Some((bytes[0], serde_json::from_slice(&bytes[5..]).unwrap()));
                 }
             }
-            let data = within("the next envelope", self.body.frame())
-                .await?
-                .unwrap()
-                .into_data()
-                .unwrap();
+            let data = within("the next envelope", self.body.frame()).await?.unwrap().into_data().unwrap();
             self.buffer.extend_from_slice(&data);
         }
     }
@@ -228,24 +192,16 @@ impl Events {
     pub async fn pid(&mut self) -> i64 {
         let (flags, message) = self.next().await.unwrap();
         assert_eq!(flags, 0, "{message}");
-        message["event"]["start"]["pid"]
-            .as_i64()
-            .unwrap_or_else(|| panic!("no start: {message}"))
+        message["event"]["start"]["pid"].as_i64().unwrap_or_else(|| panic!("no start: {message}"))
     }
 
     /// Reads until standard output (or the terminal) holds `text`.
     pub async fn wait_for(&mut self, text: &str) {
         let mut seen = String::new();
         while !seen.contains(text) {
-            let (_, message) = self
-                .next()
-                .await
-                .unwrap_or_else(|| panic!("ended without '{text}': {seen}"));
+            let (_, message) = self.next().await.unwrap_or_else(|| panic!("ended without '{text}': {seen}"));
             let data = &message["event"]["data"];
-            let chunk = data["stdout"]
-                .as_str()
-                .or(data["pty"].as_str())
-                .unwrap_or_default();
+            let chunk = data["stdout"].as_str().or(data["pty"].as_str()).unwrap_or_default();
             seen.push_str(&String::from_utf8_lossy(&STANDARD.decode(chunk).unwrap()));
         }
     }
@@ -259,11 +215,8 @@ impl Events {
             }
             assert_eq!(outcome.end, Value::Null, "nothing may follow the end: {message}");
             let event = &message["event"];
-            let decode = |name: &str| {
-                STANDARD
-                    .decode(event["data"][name].as_str().unwrap_or_default())
-                    .unwrap()
-            };
+            let decode =
+                |name: &str| STANDARD.decode(event["data"][name].as_str().unwrap_or_default()).unwrap();
             outcome.stdout.extend(decode("stdout"));
             outcome.stderr.extend(decode("stderr"));
             outcome.pty.extend(decode("pty"));
@@ -291,21 +244,14 @@ impl Lines {
                 let line = self.buffer.split_to(end + 1);
                 return Some(serde_json::from_slice(&line).unwrap());
             }
-            let data = within("the next line", self.body.frame())
-                .await?
-                .unwrap()
-                .into_data()
-                .unwrap();
+            let data = within("the next line", self.body.frame()).await?.unwrap().into_data().unwrap();
             self.buffer.extend_from_slice(&data);
         }
     }
 
     pub async fn wait_for(&mut self, kind: &str) -> Value {
         loop {
-            let line = self
-                .next()
-                .await
-                .unwrap_or_else(|| panic!("ended without '{kind}'"));
+            let line = self.next().await.unwrap_or_else(|| panic!("ended without '{kind}'"));
             if line["type"] == kind {
                 return line;
             }
@@ -317,21 +263,14 @@ impl Lines {
         while let Some(line) = self.next().await {
             lines.push(line);
         }
-        assert_eq!(
-            lines.last().map(|line| line["type"].clone()),
-            Some("end_of_execution".into())
-        );
+        assert_eq!(lines.last().map(|line| line["type"].clone()), Some("end_of_execution".into()));
         lines
     }
 }
 
 /// The text of all events of a kind.
 pub fn text(lines: &[Value], kind: &str) -> String {
-    lines
-        .iter()
-        .filter(|line| line["type"] == kind)
-        .map(|line| line["text"].as_str().unwrap())
-        .collect()
+    lines.iter().filter(|line| line["type"] == kind).map(|line| line["text"].as_str().unwrap()).collect()
 }
 
 /// The one event of a kind.

@@ -41,15 +41,9 @@ pub async fn copy(context: &Context, plan: &CopyPlan) -> Result<u8> {
         Direction::Download => (guest, local),
     };
     if context.ui.is_json() {
-        context
-            .ui
-            .json(&json!({"from": from, "to": to, "bytes": bytes, "took_ms": took_ms}))?;
+        context.ui.json(&json!({"from": from, "to": to, "bytes": bytes, "took_ms": took_ms}))?;
     }
-    context.ui.note(&format!(
-        "copied {} from {from} to {to} in {}",
-        text::bytes(bytes),
-        text::ms(took_ms)
-    ));
+    context.ui.note(&format!("copied {} from {from} to {to} in {}", text::bytes(bytes), text::ms(took_ms)));
     Ok(0)
 }
 
@@ -76,10 +70,7 @@ async fn upload(context: &Context, plan: &CopyPlan) -> Result<(u64, String)> {
     let (body, sent) = body;
     let mut request = client::request(Method::POST, &files(plan), body);
     let headers = request.headers_mut();
-    headers.insert(
-        header::CONTENT_TYPE,
-        HeaderValue::from_static("application/octet-stream"),
-    );
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
     if let Some(size) = size {
         headers.insert(header::CONTENT_LENGTH, HeaderValue::from(size));
     }
@@ -96,8 +87,7 @@ struct Sent(std::sync::Arc<std::sync::atomic::AtomicU64>);
 
 impl Sent {
     fn add(&self, count: usize) {
-        self.0
-            .fetch_add(count as u64, std::sync::atomic::Ordering::Relaxed);
+        self.0.fetch_add(count as u64, std::sync::atomic::Ordering::Relaxed);
     }
 
     fn get(&self) -> u64 {
@@ -143,9 +133,7 @@ async fn download(context: &Context, plan: &CopyPlan) -> Result<(u64, String)> {
     let answer = client::unless_dead(context.client.send_ok(request, std::time::Duration::MAX), alive).await;
     let response = answer.map_err(|failure| hinted(failure, plan))?;
     let length = response.headers().get(header::CONTENT_LENGTH);
-    let total = length
-        .and_then(|value| value.to_str().ok())
-        .and_then(|value| value.parse::<u64>().ok());
+    let total = length.and_then(|value| value.to_str().ok()).and_then(|value| value.parse::<u64>().ok());
     let progress = Progress::bytes(context.ui, total);
     let what = format!("{}:{}", plan.guest.sandbox, plan.guest.path);
     let mut reader = Reader::new(&context.client, &what, response);
@@ -205,24 +193,13 @@ impl Sink {
                 .map(|file| Self::Special(file, path.clone()))
                 .map_err(|error| failed(&path, error));
         }
-        let folder = path
-            .parent()
-            .filter(|folder| !folder.as_os_str().is_empty())
-            .unwrap_or(Path::new("."));
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let mode = existing.map_or(NEW_FILE_MODE, |metadata| metadata.permissions().mode() & 0o7777);
         let mut builder = tempfile::Builder::new();
-        builder
-            .prefix(".offshoot-cp-")
-            .permissions(Permissions::from_mode(mode));
-        let (file, temporary) = builder
-            .tempfile_in(folder)
-            .map_err(|error| failed(&path, error))?
-            .into_parts();
-        Ok(Self::Regular {
-            file: tokio::fs::File::from_std(file),
-            temporary,
-            path,
-        })
+        builder.prefix(".offshoot-cp-").permissions(Permissions::from_mode(mode));
+        let (file, temporary) =
+            builder.tempfile_in(folder).map_err(|error| failed(&path, error))?.into_parts();
+        Ok(Self::Regular { file: tokio::fs::File::from_std(file), temporary, path })
     }
 
     async fn write(&mut self, bytes: &[u8]) -> Result<()> {
@@ -245,11 +222,7 @@ impl Sink {
                     .map_err(|error| Failure::local(format!("cannot write {}", path.display()), &error))?;
                 Ok(path.display().to_string())
             }
-            Self::Regular {
-                mut file,
-                temporary,
-                path,
-            } => {
+            Self::Regular { mut file, temporary, path } => {
                 let failed =
                     |error: io::Error| Failure::local(format!("cannot write {}", path.display()), &error);
                 file.flush().await.map_err(failed)?;
@@ -262,31 +235,16 @@ impl Sink {
 
 fn files(plan: &CopyPlan) -> String {
     let path = utf8_percent_encode(&plan.guest.path, NON_ALPHANUMERIC);
-    let user = plan
-        .user
-        .as_deref()
-        .map(|user| format!("&username={}", utf8_percent_encode(user, NON_ALPHANUMERIC)));
-    format!(
-        "/sandboxes/{}/envd/files?path={path}{}",
-        plan.guest.sandbox,
-        user.unwrap_or_default()
-    )
+    let user =
+        plan.user.as_deref().map(|user| format!("&username={}", utf8_percent_encode(user, NON_ALPHANUMERIC)));
+    format!("/sandboxes/{}/envd/files?path={path}{}", plan.guest.sandbox, user.unwrap_or_default())
 }
 
 fn directory(path: &Path, guest: &GuestPath) -> Report {
     let shown = path.display();
-    let GuestPath {
-        sandbox,
-        path: target,
-    } = guest;
-    Report::new(
-        Kind::Caller,
-        "is_a_directory",
-        format!("{shown} is a directory; cp copies single files"),
-    )
-    .hint(format!(
-        "tar -C {shown} -c . | offshoot exec -i {sandbox} -- tar -C {target} -x"
-    ))
+    let GuestPath { sandbox, path: target } = guest;
+    Report::new(Kind::Caller, "is_a_directory", format!("{shown} is a directory; cp copies single files"))
+        .hint(format!("tar -C {shown} -c . | offshoot exec -i {sandbox} -- tar -C {target} -x"))
 }
 
 /// Adds what to do about a path that turned out to be a directory in the guest.

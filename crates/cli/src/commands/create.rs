@@ -51,10 +51,7 @@ fn print(context: &Context, path: &str, (status, body): (StatusCode, Bytes), beg
         match outcome {
             Outcome::Ok(sandbox) => {
                 running += 1;
-                let replied = sandbox
-                    .stop_lines
-                    .identity_applied_ms
-                    .or(sandbox.stop_lines.agent_replied_ms);
+                let replied = sandbox.stop_lines.identity_applied_ms.or(sandbox.stop_lines.agent_replied_ms);
                 slowest_ms = slowest_ms.max(replied.unwrap_or_default());
                 if !ui.is_json() {
                     ui.line(&sandbox.id)?;
@@ -68,10 +65,7 @@ fn print(context: &Context, path: &str, (status, body): (StatusCode, Bytes), beg
                     ui.report(report);
                 } else {
                     ui.line(&format!("error: {}", report.message))?;
-                    report
-                        .hint
-                        .iter()
-                        .for_each(|hint| ui.note(&format!("hint: {hint}")));
+                    report.hint.iter().for_each(|hint| ui.note(&format!("hint: {hint}")));
                 }
             }
         }
@@ -82,10 +76,7 @@ fn print(context: &Context, path: &str, (status, body): (StatusCode, Bytes), beg
         text::ms(began.elapsed().as_secs_f64() * 1e3)
     );
     if slowest_ms > 0.0 {
-        note.push_str(&format!(
-            "; each had its identity within {}",
-            text::ms(slowest_ms)
-        ));
+        note.push_str(&format!("; each had its identity within {}", text::ms(slowest_ms)));
     }
     if let Some(pause_ms) = outcomes.times.pause_ms {
         note.push_str(&format!("; parent paused {}", text::ms(pause_ms)));

@@ -49,10 +49,9 @@ struct Instruction {
 pub async fn doctor(context: &Context) -> Result<u8> {
     let (value, daemon) = match context.client.fetch(Method::GET, "/doctor", PROBE_DEADLINE).await {
         Ok(body) => (client::parse::<Value>("/doctor", &body)?, "running"),
-        Err(failure) if super::is_unreachable(&failure) => (
-            probe(failure).await?,
-            "not running; start it with: offshoot serve",
-        ),
+        Err(failure) if super::is_unreachable(&failure) => {
+            (probe(failure).await?, "not running; start it with: offshoot serve")
+        }
         Err(failure) => return Err(failure),
     };
     let report: Probe = serde_json::from_value(value.clone())
@@ -62,11 +61,7 @@ pub async fn doctor(context: &Context) -> Result<u8> {
     } else {
         context.ui.line(&render(&report, daemon))?;
     }
-    Ok(if report.runs_linux {
-        0
-    } else {
-        Kind::Unsupported.exit_code()
-    })
+    Ok(if report.runs_linux { 0 } else { Kind::Unsupported.exit_code() })
 }
 
 async fn probe(unreachable: Failure) -> Result<Value> {
@@ -74,10 +69,8 @@ async fn probe(unreachable: Failure) -> Result<Value> {
         let Failure::Report(report) = unreachable else {
             return Err(unreachable);
         };
-        let message = format!(
-            "{}; and offshoot-vmm, which could be asked instead, is not installed",
-            report.message
-        );
+        let message =
+            format!("{}; and offshoot-vmm, which could be asked instead, is not installed", report.message);
         return Err(Report { message, ..*report }.into());
     };
     run_probe(&program).await
@@ -91,20 +84,14 @@ async fn run_probe(program: &Path) -> Result<Value> {
     let output = match tokio::time::timeout(PROBE_DEADLINE, command.output()).await {
         Ok(output) => output.map_err(|error| Failure::local(format!("cannot run {shown}"), &error))?,
         Err(_) => {
-            let message = format!(
-                "{shown} --probe did not end within {} s",
-                PROBE_DEADLINE.as_secs()
-            );
+            let message = format!("{shown} --probe did not end within {} s", PROBE_DEADLINE.as_secs());
             return Err(failed(message).into());
         }
     };
     serde_json::from_slice(&output.stdout).map_err(|error| {
         let stderr = String::from_utf8_lossy(&output.stderr);
-        let message = format!(
-            "{shown} --probe ended with {} and no report: {error}\n{}",
-            output.status,
-            stderr.trim()
-        );
+        let message =
+            format!("{shown} --probe ended with {} and no report: {error}\n{}", output.status, stderr.trim());
         failed(message.trim_end().to_owned()).into()
     })
 }
@@ -117,23 +104,13 @@ fn render(report: &Probe, daemon: &str) -> String {
         (false, _) => "/dev/kvm: does not open".into(),
     });
     lines.extend(report.error.iter().map(|error| format!("error: {error}")));
-    let missing: Vec<&str> = report
-        .capabilities
-        .iter()
-        .filter(|one| !one.present)
-        .map(|one| one.name.as_str())
-        .collect();
+    let missing: Vec<&str> =
+        report.capabilities.iter().filter(|one| !one.present).map(|one| one.name.as_str()).collect();
     if !report.capabilities.is_empty() {
         let present = report.capabilities.len() - missing.len();
-        let gone = if missing.is_empty() {
-            String::new()
-        } else {
-            format!("; missing: {}", missing.join(", "))
-        };
-        lines.push(format!(
-            "capabilities: {present} of {}{gone}",
-            report.capabilities.len()
-        ));
+        let gone =
+            if missing.is_empty() { String::new() } else { format!("; missing: {}", missing.join(", ")) };
+        lines.push(format!("capabilities: {present} of {}{gone}", report.capabilities.len()));
     }
     let speed =
         |mips: Option<f64>| mips.map_or_else(|| text::UNKNOWN.into(), |mips| format!("{mips:.1} MIPS"));
@@ -142,17 +119,10 @@ fn render(report: &Probe, daemon: &str) -> String {
     for one in &report.kernel_instructions {
         let detail = one.detail.as_deref().filter(|detail| !detail.is_empty());
         let detail = detail.map(|detail| format!(" ({detail})")).unwrap_or_default();
-        lines.push(format!(
-            "  {} {}{detail}",
-            if one.ok { "ok    " } else { "FAILED" },
-            one.name
-        ));
+        lines.push(format!("  {} {}{detail}", if one.ok { "ok    " } else { "FAILED" }, one.name));
     }
     let reason = report.reason.as_deref().filter(|reason| !reason.is_empty());
     let reason = reason.map(|reason| format!(": {reason}")).unwrap_or_default();
-    lines.push(format!(
-        "runs Linux guests: {}{reason}",
-        if report.runs_linux { "yes" } else { "no" }
-    ));
+    lines.push(format!("runs Linux guests: {}{reason}", if report.runs_linux { "yes" } else { "no" }));
     lines.join("\n")
 }

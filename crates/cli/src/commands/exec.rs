@@ -131,21 +131,12 @@ struct Printer {
 
 impl Printer {
     fn new(ui: Ui) -> Self {
-        Self {
-            ui,
-            output: GuestOutput::new(),
-            stdout: Utf8::default(),
-            stderr: Utf8::default(),
-        }
+        Self { ui, output: GuestOutput::new(), stdout: Utf8::default(), stderr: Utf8::default() }
     }
 
     async fn started(&mut self, handle: &Handle) -> Result<()> {
         match self.ui.is_json() {
-            true => {
-                self.output
-                    .json(&json!({"type": "start", "pid": handle.pid}))
-                    .await
-            }
+            true => self.output.json(&json!({"type": "start", "pid": handle.pid})).await,
             false => Ok(()),
         }
     }
@@ -173,10 +164,7 @@ impl Printer {
         if !self.ui.is_json() {
             return Ok(());
         }
-        for event in [self.stdout.rest("stdout"), self.stderr.rest("stderr")]
-            .into_iter()
-            .flatten()
-        {
+        for event in [self.stdout.rest("stdout"), self.stderr.rest("stderr")].into_iter().flatten() {
             self.output.json(&event).await?;
         }
         let event = match end {
@@ -230,28 +218,16 @@ mod tests {
     fn a_character_split_between_chunks_stays_whole() {
         let mut utf8 = Utf8::default();
         let bytes = "aé".as_bytes();
-        assert_eq!(
-            utf8.event("stdout", &bytes[..2]),
-            Some(json!({"type": "stdout", "text": "a"}))
-        );
-        assert_eq!(
-            utf8.event("stdout", &bytes[2..]),
-            Some(json!({"type": "stdout", "text": "é"}))
-        );
+        assert_eq!(utf8.event("stdout", &bytes[..2]), Some(json!({"type": "stdout", "text": "a"})));
+        assert_eq!(utf8.event("stdout", &bytes[2..]), Some(json!({"type": "stdout", "text": "é"})));
         assert_eq!(utf8.rest("stdout"), None);
     }
 
     #[test]
     fn what_is_not_text_goes_as_base64() {
         let mut utf8 = Utf8::default();
-        assert_eq!(
-            utf8.event("stderr", b"\xff\x00"),
-            Some(json!({"type": "stderr", "base64": "/wA="}))
-        );
+        assert_eq!(utf8.event("stderr", b"\xff\x00"), Some(json!({"type": "stderr", "base64": "/wA="})));
         assert_eq!(utf8.event("stderr", b"\xc3"), None);
-        assert_eq!(
-            utf8.rest("stderr"),
-            Some(json!({"type": "stderr", "base64": "ww=="}))
-        );
+        assert_eq!(utf8.rest("stderr"), Some(json!({"type": "stderr", "base64": "ww=="})));
     }
 }

@@ -56,10 +56,7 @@ fn images(answer: &Images, now: SystemTime) -> Table {
     let mut table = Table::new(&["NAME", "KERNEL", "DISK", "AGE", "DIGEST"]);
     for image in &answer.images {
         // Enough of the digest to tell images apart; `image show` has all of it.
-        let digest = image
-            .digest
-            .as_deref()
-            .map(|digest| digest.chars().take(19).collect::<String>());
+        let digest = image.digest.as_deref().map(|digest| digest.chars().take(19).collect::<String>());
         table.row(vec![
             image.name.clone(),
             known(image.kernel_version.clone()),
@@ -72,9 +69,7 @@ fn images(answer: &Images, now: SystemTime) -> Table {
 }
 
 fn templates(answer: &Templates, now: SystemTime) -> Table {
-    let mut table = Table::new(&[
-        "NAME", "IMAGE", "MEMORY", "VCPUS", "PAGES", "LAYERS", "CLONES", "AGE",
-    ]);
+    let mut table = Table::new(&["NAME", "IMAGE", "MEMORY", "VCPUS", "PAGES", "LAYERS", "CLONES", "AGE"]);
     for template in &answer.templates {
         table.row(vec![
             template.name.clone(),
@@ -91,9 +86,8 @@ fn templates(answer: &Templates, now: SystemTime) -> Table {
 }
 
 fn sandboxes(answer: &Sandboxes, now: SystemTime) -> Table {
-    let mut table = Table::new(&[
-        "ID", "NAME", "STATE", "TEMPLATE", "PARENT", "AGE", "PRIVATE", "SHARED", "PT",
-    ]);
+    let mut table =
+        Table::new(&["ID", "NAME", "STATE", "TEMPLATE", "PARENT", "AGE", "PRIVATE", "SHARED", "PT"]);
     for sandbox in &answer.sandboxes {
         table.row(vec![
             sandbox.id.clone(),

@@ -26,12 +26,7 @@ pub async fn logs(context: &Context, plan: &LogsPlan) -> Result<u8> {
     }
     let mut seen = fetch(context, plan, FOLLOW_BYTES).await?;
     let tail_bytes = usize::try_from(plan.tail_bytes).unwrap_or(usize::MAX);
-    print(
-        context,
-        &mut output,
-        &seen[seen.len().saturating_sub(tail_bytes)..],
-    )
-    .await?;
+    print(context, &mut output, &seen[seen.len().saturating_sub(tail_bytes)..]).await?;
     loop {
         tokio::time::sleep(POLL).await;
         // Asked before the log is read: what a sandbox wrote last is in the log once it counts as dead.
@@ -43,9 +38,7 @@ pub async fn logs(context: &Context, plan: &LogsPlan) -> Result<u8> {
         };
         let fresh = news(&seen, &console);
         if fresh.is_none() {
-            context
-                .ui
-                .note("some console output is missing here: the log was cut");
+            context.ui.note("some console output is missing here: the log was cut");
         }
         print(context, &mut output, fresh.unwrap_or(&console)).await?;
         seen = console;
@@ -77,9 +70,7 @@ async fn print(context: &Context, output: &mut GuestOutput, console: &[u8]) -> R
         return Ok(());
     }
     if context.ui.is_json() {
-        return output
-            .json(&json!({"type": "console", "text": String::from_utf8_lossy(console)}))
-            .await;
+        return output.json(&json!({"type": "console", "text": String::from_utf8_lossy(console)})).await;
     }
     output.write(Stream::Stdout, console).await
 }
@@ -111,11 +102,7 @@ mod tests {
     fn growth_is_found_where_the_front_was_cut() {
         let text: Vec<u8> = (0..200u8).collect();
         assert_eq!(news(&text[..150], &text[50..]), Some(&text[150..]));
-        assert_eq!(
-            news(&text[..100], &text[90..]),
-            None,
-            "ten bytes may agree by chance"
-        );
+        assert_eq!(news(&text[..100], &text[90..]), None, "ten bytes may agree by chance");
         assert_eq!(news(&text[..100], &text[100..]), None);
     }
 }

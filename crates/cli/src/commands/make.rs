@@ -27,14 +27,7 @@ pub async fn image(context: &Context, body: &Value) -> Result<u8> {
 pub async fn template(context: &Context, body: &NewTemplate) -> Result<u8> {
     let guest = Duration::from_millis(body.boot_timeout_ms.saturating_add(body.warm_timeout_ms));
     let silence = guest.saturating_add(FREEZE_SILENCE);
-    make(
-        context,
-        "/templates",
-        &format!("template {}", body.name),
-        body,
-        silence,
-    )
-    .await
+    make(context, "/templates", &format!("template {}", body.name), body, silence).await
 }
 
 async fn make(
@@ -46,10 +39,8 @@ async fn make(
 ) -> Result<u8> {
     let ui = context.ui;
     let began = Instant::now();
-    let response = context
-        .client
-        .send_ok(client::json_request(path, body), LOOKUP_DEADLINE.max(silence))
-        .await?;
+    let response =
+        context.client.send_ok(client::json_request(path, body), LOOKUP_DEADLINE.max(silence)).await?;
     let mut reader = Reader::new(&context.client, &format!("making {what}"), response);
     let mut progress = Progress::steps(ui, &format!("making {what}"));
     loop {
@@ -62,20 +53,13 @@ async fn make(
             }
         };
         let Some(line) = line else {
-            return Err(Failure::protocol(format!(
-                "the daemon's answer about {what} ends without a result"
-            )));
+            return Err(Failure::protocol(format!("the daemon's answer about {what} ends without a result")));
         };
         if ui.is_json() {
             ui.json(&client::parse::<Value>(path, &line)?)?;
         }
         match client::parse(path, &line)? {
-            Work::Progress {
-                step,
-                message,
-                done,
-                total,
-            } => progress.step(&step, &message, done, total),
+            Work::Progress { step, message, done, total } => progress.step(&step, &message, done, total),
             Work::Unknown => {}
             Work::Error { error } => return Err(error.into()),
             Work::Result { value } => {
@@ -84,10 +68,7 @@ async fn make(
                 if !ui.is_json() {
                     ui.line(name)?;
                 }
-                ui.note(&format!(
-                    "made {what} in {}",
-                    text::ms(began.elapsed().as_secs_f64() * 1e3)
-                ));
+                ui.note(&format!("made {what} in {}", text::ms(began.elapsed().as_secs_f64() * 1e3)));
                 return Ok(0);
             }
         }

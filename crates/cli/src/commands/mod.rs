@@ -31,10 +31,7 @@ pub struct Context {
 
 /// Does what is planned.
 pub async fn perform(plan: Plan) -> Result<u8> {
-    let context = Context {
-        client: Client::new(&plan.socket),
-        ui: plan.ui,
-    };
+    let context = Context { client: Client::new(&plan.socket), ui: plan.ui };
     match plan.action {
         Action::Doctor => doctor::doctor(&context).await,
         Action::Serve(args) => serve::serve(&plan.socket, &args),
@@ -63,17 +60,10 @@ pub async fn perform(plan: Plan) -> Result<u8> {
 
 /// A program of Offshoot's: beside this one, or on the path.
 fn find_program(name: &str) -> Option<std::path::PathBuf> {
-    let beside = std::env::current_exe()
-        .ok()
-        .and_then(|own| own.parent().map(|folder| folder.join(name)));
+    let beside = std::env::current_exe().ok().and_then(|own| own.parent().map(|folder| folder.join(name)));
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let on_path = std::env::split_paths(&path)
-        .map(|folder| folder.join(name))
-        .collect::<Vec<_>>();
-    beside
-        .into_iter()
-        .chain(on_path)
-        .find(|candidate| candidate.is_file())
+    let on_path = std::env::split_paths(&path).map(|folder| folder.join(name)).collect::<Vec<_>>();
+    beside.into_iter().chain(on_path).find(|candidate| candidate.is_file())
 }
 
 /// Whether a failure only says that no daemon listens.

@@ -34,11 +34,7 @@ pub async fn sandboxes(context: &Context, targets: Targets) -> Result<u8> {
     let mut exit_code = 0;
     let mut results = Vec::new();
     for id in &ids {
-        match context
-            .client
-            .fetch(Method::DELETE, &format!("/sandboxes/{id}"), WORK_DEADLINE)
-            .await
-        {
+        match context.client.fetch(Method::DELETE, &format!("/sandboxes/{id}"), WORK_DEADLINE).await {
             Ok(_) if context.ui.is_json() => results.push(json!({"ok": {"id": id}})),
             Ok(_) => context.ui.line(id)?,
             Err(Failure::Report(report)) => {

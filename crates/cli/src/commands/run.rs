@@ -29,9 +29,7 @@ pub async fn run(context: &Context, plan: &RunPlan) -> Result<u8> {
                 plan.sandbox
             );
             let hint = format!("end the sandbox with: offshoot rm {}", plan.sandbox);
-            Err(Report::new(Kind::Guest, "interpreter_hangs", message)
-                .hint(hint)
-                .into())
+            Err(Report::new(Kind::Guest, "interpreter_hangs", message).hint(hint).into())
         }
     }
 }
@@ -42,9 +40,7 @@ async fn execute(context: &Context, plan: &RunPlan) -> Result<u8> {
         language: None,
         context_id: None,
         env_vars: None,
-        timeout_ms: plan
-            .timeout
-            .map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)),
+        timeout_ms: plan.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)),
     };
     let client = &context.client;
     let path = format!("/sandboxes/{}/interpreter/execute", plan.sandbox);
@@ -53,10 +49,7 @@ async fn execute(context: &Context, plan: &RunPlan) -> Result<u8> {
     // Code before ours in the same interpreter may take long: only a dead sandbox ends this wait.
     let response = client::unless_dead(client.send_ok(request, Duration::MAX), alive).await?;
     let mut reader = Reader::new(client, &format!("code in sandbox {}", plan.sandbox), response);
-    let mut printer = Printer {
-        output: GuestOutput::new(),
-        at_line_start: true,
-    };
+    let mut printer = Printer { output: GuestOutput::new(), at_line_start: true };
     let mut exit_code = 0;
     while let Some(line) = client::unless_dead(reader.line(), alive).await? {
         let value: Value = client::parse(&path, &line)?;
@@ -97,15 +90,9 @@ impl Printer {
             Event::Result { text, .. } => {
                 let lead = if self.at_line_start { "" } else { "\n" };
                 self.at_line_start = true;
-                self.output
-                    .write(Stream::Stdout, format!("{lead}{text}\n").as_bytes())
-                    .await
+                self.output.write(Stream::Stdout, format!("{lead}{text}\n").as_bytes()).await
             }
-            Event::Error {
-                name,
-                value,
-                traceback,
-            } => {
+            Event::Error { name, value, traceback } => {
                 let text = match traceback.trim_end() {
                     "" => format!("{name}: {value}\n"),
                     traceback => format!("{traceback}\n"),

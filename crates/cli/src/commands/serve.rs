@@ -14,13 +14,6 @@ pub fn serve(socket: &Path, args: &[String]) -> Result<u8> {
             .hint("install it beside offshoot, or build it with: cargo build -p offshoot-daemon")
             .into());
     };
-    let error = Command::new(&program)
-        .arg("--socket")
-        .arg(socket)
-        .args(args)
-        .exec();
-    Err(Failure::local(
-        format!("cannot run {}", program.display()),
-        &error,
-    ))
+    let error = Command::new(&program).arg("--socket").arg(socket).args(args).exec();
+    Err(Failure::local(format!("cannot run {}", program.display()), &error))
 }

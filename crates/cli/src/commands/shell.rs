@@ -25,9 +25,7 @@ pub async fn shell(context: &Context, mut spec: Spec) -> Result<u8> {
         return Err(Failure::usage("shell has no JSON form; use exec"));
     }
     if !std::io::stdin().is_terminal() {
-        return Err(Failure::usage(
-            "shell needs a terminal as its standard input; without one use exec -i",
-        ));
+        return Err(Failure::usage("shell needs a terminal as its standard input; without one use exec -i"));
     }
     let term = std::env::var("TERM").unwrap_or_else(|_| "xterm-256color".into());
     spec.envs.insert("TERM".into(), term);
@@ -132,10 +130,7 @@ async fn type_in(handle: Handle, trouble: mpsc::Sender<Failure>) {
 
 fn window_size() -> WindowSize {
     match tcgetwinsize(stdin()) {
-        Ok(size) if size.ws_col > 0 && size.ws_row > 0 => WindowSize {
-            cols: size.ws_col,
-            rows: size.ws_row,
-        },
+        Ok(size) if size.ws_col > 0 && size.ws_row > 0 => WindowSize { cols: size.ws_col, rows: size.ws_row },
         _ => WindowSize { cols: 80, rows: 24 },
     }
 }

@@ -16,10 +16,7 @@ const MAX_STACK_BYTES: usize = 1 << 30;
 
 /// Prints the lineage.
 pub async fn tree(context: &Context) -> Result<u8> {
-    let body = context
-        .client
-        .fetch(Method::GET, "/tree", LOOKUP_DEADLINE)
-        .await?;
+    let body = context.client.fetch(Method::GET, "/tree", LOOKUP_DEADLINE).await?;
     let json = context.ui.is_json();
     // Lineages get deeper than JSON readers and an ordinary stack allow: forks of forks, thousands of times.
     let stack_bytes = (body.len() / LEVEL_BYTES * STACK_BYTES_PER_LEVEL).clamp(1 << 21, MAX_STACK_BYTES);
@@ -53,9 +50,7 @@ fn read<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T> {
     let mut reader = serde_json::Deserializer::from_slice(body);
     reader.disable_recursion_limit();
     T::deserialize(&mut reader).map_err(|error| {
-        Failure::protocol(format!(
-            "the daemon's answer to /tree is not as expected: {error}"
-        ))
+        Failure::protocol(format!("the daemon's answer to /tree is not as expected: {error}"))
     })
 }
 
@@ -67,11 +62,7 @@ fn label(node: &Node) -> String {
 fn branches(node: &Node, indent: &str, lines: &mut Vec<String>) {
     for (index, child) in node.children.iter().enumerate() {
         let last = index + 1 == node.children.len();
-        let (elbow, below) = if last {
-            ("└── ", "    ")
-        } else {
-            ("├── ", "│   ")
-        };
+        let (elbow, below) = if last { ("└── ", "    ") } else { ("├── ", "│   ") };
         lines.push(format!("{indent}{elbow}{}", label(child)));
         branches(child, &format!("{indent}{below}"), lines);
     }
@@ -89,9 +80,7 @@ mod tests {
         text.push_str(&"]}".repeat(depth));
         let body = format!(r#"{{"roots":[{text}]}}"#);
         let stack_bytes = body.len() / LEVEL_BYTES * STACK_BYTES_PER_LEVEL;
-        let thread = std::thread::Builder::new()
-            .stack_size(stack_bytes)
-            .spawn(move || draw(body.as_bytes()));
+        let thread = std::thread::Builder::new().stack_size(stack_bytes).spawn(move || draw(body.as_bytes()));
         let drawn = thread.unwrap().join().unwrap().unwrap();
         assert_eq!(drawn.lines().count(), depth + 1);
         assert!(drawn.ends_with("└── leaf"));

@@ -53,28 +53,18 @@ pub fn copy(from: &str, to: &str, user: Option<String>, format: Format) -> Resul
             if local == LocalEnd::Standard && format == Format::Json {
                 return Err(Failure::usage("cp to standard output leaves no place for --json"));
             }
-            Ok(CopyPlan {
-                guest,
-                local,
-                direction: Direction::Download,
-                user,
-            })
+            Ok(CopyPlan { guest, local, direction: Direction::Download, user })
         }
         (None, Some(mut guest)) => {
             let local = local_end(from)?;
             if guest.path.ends_with('/') {
                 guest.path.push_str(&name_in_directory(&local)?);
             }
-            Ok(CopyPlan {
-                guest,
-                local,
-                direction: Direction::Upload,
-                user,
-            })
+            Ok(CopyPlan { guest, local, direction: Direction::Upload, user })
         }
-        (Some(_), Some(_)) => Err(Failure::usage(
-            "cp goes into or out of a sandbox, not from one to another",
-        )),
+        (Some(_), Some(_)) => {
+            Err(Failure::usage("cp goes into or out of a sandbox, not from one to another"))
+        }
         (None, None) => {
             let message =
                 format!("neither {from} nor {to} is in a sandbox; write SANDBOX:PATH for one of them");
@@ -94,10 +84,7 @@ fn guest_path(text: &str) -> Result<Option<GuestPath>> {
     if path.is_empty() {
         return Err(Failure::usage(format!("{text} names no path in the sandbox")));
     }
-    Ok(Some(GuestPath {
-        sandbox: sandbox.to_owned(),
-        path: path.to_owned(),
-    }))
+    Ok(Some(GuestPath { sandbox: sandbox.to_owned(), path: path.to_owned() }))
 }
 
 fn local_end(text: &str) -> Result<LocalEnd> {

@@ -134,38 +134,18 @@ pub enum Targets {
 impl Plan {
     /// Resolves what was typed.
     pub fn of(args: Args) -> Result<Self> {
-        let format = if args.global.json {
-            Format::Json
-        } else {
-            Format::Text
-        };
+        let format = if args.global.json { Format::Json } else { Format::Text };
         let action = match args.command {
             Command::Doctor => Action::Doctor,
             Command::Serve { args } => Action::Serve(args),
             Command::Image(command) => image(command)?,
             Command::Template(command) => template(command)?,
-            Command::Create {
-                template,
-                count,
-                name,
-                env,
-            } => create(&template, count, name, env)?,
+            Command::Create { template, count, name, env } => create(&template, count, name, env)?,
             Command::Exec(args) => Action::Exec(exec(args)),
-            Command::Run {
-                sandbox,
-                code,
-                file,
-                timeout,
-            } => Action::Run(RunPlan {
-                sandbox,
-                code: code_or_file(code, file)?,
-                timeout,
-            }),
-            Command::Shell {
-                sandbox,
-                user,
-                command,
-            } => Action::Shell(shell(sandbox, user, command)),
+            Command::Run { sandbox, code, file, timeout } => {
+                Action::Run(RunPlan { sandbox, code: code_or_file(code, file)?, timeout })
+            }
+            Command::Shell { sandbox, user, command } => Action::Shell(shell(sandbox, user, command)),
             Command::Fork { sandbox, count, env } => {
                 let body = json!({"count": count, "env": env_map(env)});
                 Action::Fork(ForkPlan { sandbox, body })
@@ -173,24 +153,14 @@ impl Plan {
             Command::Ls => Action::List(Things::Sandboxes),
             Command::Tree => Action::Tree,
             Command::Cp { from, to, user } => Action::Copy(copy::copy(&from, &to, user, format)?),
-            Command::Logs {
-                sandbox,
-                follow,
-                tail_bytes,
-            } => Action::Logs(LogsPlan {
-                sandbox,
-                tail_bytes,
-                follow,
-            }),
+            Command::Logs { sandbox, follow, tail_bytes } => {
+                Action::Logs(LogsPlan { sandbox, tail_bytes, follow })
+            }
             Command::Rm { all: true, .. } => Action::End(Targets::All),
             Command::Rm { sandboxes, .. } => Action::End(Targets::These(sandboxes)),
             Command::Completions { shell } => Action::Completions(shell),
         };
-        Ok(Self {
-            socket: args.global.socket,
-            ui: Ui::new(format, args.global.quiet),
-            action,
-        })
+        Ok(Self { socket: args.global.socket, ui: Ui::new(format, args.global.quiet), action })
     }
 }
 
@@ -204,25 +174,13 @@ fn code_or_file(code: Option<String>, file: Option<PathBuf>) -> Result<String> {
 
 fn image(command: ImageCommand) -> Result<Action> {
     Ok(match command {
-        ImageCommand::Build {
-            name,
-            packages,
-            disk_mib,
-        } => {
-            let packages: Vec<String> = packages
-                .into_iter()
-                .filter(|package| !package.is_empty())
-                .collect();
+        ImageCommand::Build { name, packages, disk_mib } => {
+            let packages: Vec<String> = packages.into_iter().filter(|package| !package.is_empty()).collect();
             Action::MakeImage(
                 json!({"name": name, "source": {"debian": {"packages": packages, "disk_mib": disk_mib}}}),
             )
         }
-        ImageCommand::Add {
-            name,
-            kernel,
-            initramfs,
-            rootfs,
-        } => {
+        ImageCommand::Add { name, kernel, initramfs, rootfs } => {
             let files = json!({
                 "kernel": daemon_path("kernel", &kernel)?,
                 "initramfs": daemon_path("initramfs", &initramfs)?,
@@ -266,19 +224,14 @@ fn warm(path: &Path) -> Result<Warm> {
         Some(name) => name.to_string_lossy().into_owned(),
         None => return Err(Failure::usage(format!("{} names no file", path.display()))),
     };
-    Ok(Warm {
-        source: source(path)?,
-        file_name,
-    })
+    Ok(Warm { source: source(path)?, file_name })
 }
 
 fn create(template: &str, count: u32, name: Option<String>, env: Vec<(String, String)>) -> Result<Action> {
     let mut body = json!({"template": template, "count": count, "env": env_map(env)});
     if let Some(name) = name {
         if count > 1 {
-            return Err(Failure::usage(format!(
-                "--name {name} names one sandbox, but -n asks for {count}"
-            )));
+            return Err(Failure::usage(format!("--name {name} names one sandbox, but -n asks for {count}")));
         }
         body["name"] = json!(name);
     }
@@ -307,16 +260,7 @@ fn shell(sandbox: String, user: Option<String>, command: Vec<String>) -> Spec {
         None => ("/bin/bash".into(), vec!["-i".into(), "-l".into()]),
     };
     let input = Input::Terminal(WindowSize { cols: 80, rows: 24 });
-    Spec {
-        sandbox,
-        cmd,
-        args,
-        envs: BTreeMap::new(),
-        cwd: None,
-        user,
-        timeout: None,
-        input,
-    }
+    Spec { sandbox, cmd, args, envs: BTreeMap::new(), cwd: None, user, timeout: None, input }
 }
 
 /// The daemon opens the file itself, from another working directory.
@@ -326,11 +270,7 @@ fn daemon_path(what: &str, path: &Path) -> Result<PathBuf> {
 }
 
 fn source(path: &Path) -> Result<String> {
-    let shown = if path == Path::new("-") {
-        "standard input".into()
-    } else {
-        path.display().to_string()
-    };
+    let shown = if path == Path::new("-") { "standard input".into() } else { path.display().to_string() };
     let mut bytes = Vec::new();
     let read = if path == Path::new("-") {
         io::stdin().take(MAX_SOURCE_BYTES + 1).read_to_end(&mut bytes)
@@ -339,10 +279,7 @@ fn source(path: &Path) -> Result<String> {
     };
     read.map_err(|error| Failure::local(format!("cannot read {shown}"), &error))?;
     if bytes.len() as u64 > MAX_SOURCE_BYTES {
-        let message = format!(
-            "{shown} has over {} MiB, too much for source text",
-            MAX_SOURCE_BYTES >> 20
-        );
+        let message = format!("{shown} has over {} MiB, too much for source text", MAX_SOURCE_BYTES >> 20);
         return Err(Failure::usage(message));
     }
     String::from_utf8(bytes).map_err(|_| Failure::usage(format!("{shown} is not UTF-8 text")))
@@ -378,27 +315,12 @@ mod tests {
 
     #[test]
     fn either_side_of_a_copy_may_be_in_a_sandbox() {
-        let Ok(Action::Copy(up)) = plan(&["cp", "a/b.txt", "sb:/tmp/"]) else {
-            panic!()
-        };
-        assert_eq!(
-            (up.direction, up.guest.path.as_str()),
-            (Direction::Upload, "/tmp/b.txt")
-        );
-        let Ok(Action::Copy(down)) = plan(&["cp", "sb:/tmp/x", "-"]) else {
-            panic!()
-        };
-        assert_eq!(
-            (down.direction, down.local),
-            (Direction::Download, LocalEnd::Standard)
-        );
-        let Ok(Action::Copy(colon)) = plan(&["cp", "./a:b", "sb:c"]) else {
-            panic!()
-        };
-        assert_eq!(
-            (colon.local, colon.guest.path.as_str()),
-            (LocalEnd::File("./a:b".into()), "c")
-        );
+        let Ok(Action::Copy(up)) = plan(&["cp", "a/b.txt", "sb:/tmp/"]) else { panic!() };
+        assert_eq!((up.direction, up.guest.path.as_str()), (Direction::Upload, "/tmp/b.txt"));
+        let Ok(Action::Copy(down)) = plan(&["cp", "sb:/tmp/x", "-"]) else { panic!() };
+        assert_eq!((down.direction, down.local), (Direction::Download, LocalEnd::Standard));
+        let Ok(Action::Copy(colon)) = plan(&["cp", "./a:b", "sb:c"]) else { panic!() };
+        assert_eq!((colon.local, colon.guest.path.as_str()), (LocalEnd::File("./a:b".into()), "c"));
     }
 
     #[test]
@@ -417,23 +339,9 @@ mod tests {
 
     #[test]
     fn a_missing_warm_up_names_its_file() {
-        let result = plan(&[
-            "template",
-            "build",
-            "t",
-            "--image",
-            "i",
-            "--warm",
-            "/nonexistent/warm.py",
-        ]);
-        let Err(Failure::Report(report)) = result else {
-            panic!()
-        };
-        assert!(
-            report.message.contains("/nonexistent/warm.py"),
-            "{}",
-            report.message
-        );
+        let result = plan(&["template", "build", "t", "--image", "i", "--warm", "/nonexistent/warm.py"]);
+        let Err(Failure::Report(report)) = result else { panic!() };
+        assert!(report.message.contains("/nonexistent/warm.py"), "{}", report.message);
         assert_eq!(report.exit_code(), 3);
     }
 }

@@ -28,15 +28,14 @@ impl End {
 
 impl From<StreamEnd> for End {
     fn from(end: StreamEnd) -> Self {
-        let signal = end.status.strip_prefix("signal: ").or(end
-            .error
-            .as_deref()
-            .and_then(|error| error.strip_prefix("signal: ")));
+        let signal = end
+            .status
+            .strip_prefix("signal: ")
+            .or(end.error.as_deref().and_then(|error| error.strip_prefix("signal: ")));
         match signal {
-            Some(name) if !end.exited => Self::Signalled {
-                number: signal_number(name),
-                status: end.status.clone(),
-            },
+            Some(name) if !end.exited => {
+                Self::Signalled { number: signal_number(name), status: end.status.clone() }
+            }
             _ => Self::Exited((end.exit_code & 0xff) as u8),
         }
     }
@@ -93,32 +92,18 @@ mod tests {
     #[test]
     fn an_absent_exit_code_is_success() {
         assert_eq!(end(r#"{"exited":true,"status":"exit status 0"}"#), End::Exited(0));
-        assert_eq!(
-            end(r#"{"exitCode":3,"exited":true,"status":"exit status 3"}"#),
-            End::Exited(3)
-        );
+        assert_eq!(end(r#"{"exitCode":3,"exited":true,"status":"exit status 3"}"#), End::Exited(3));
     }
 
     #[test]
     fn signals_become_128_plus_their_number() {
         let killed = end(r#"{"exitCode":-1,"status":"signal: killed","error":"signal: killed"}"#);
         assert_eq!(killed.exit_code(), 137);
-        let forms = [
-            "signal: terminated",
-            "signal: SIGTERM",
-            "signal: 15",
-            "signal: terminated (core dumped)",
-        ];
+        let forms =
+            ["signal: terminated", "signal: SIGTERM", "signal: 15", "signal: terminated (core dumped)"];
         for form in forms {
-            assert_eq!(
-                end(&json!({"exitCode": -1, "status": form}).to_string()).exit_code(),
-                143,
-                "{form}"
-            );
+            assert_eq!(end(&json!({"exitCode": -1, "status": form}).to_string()).exit_code(), 143, "{form}");
         }
-        assert_eq!(
-            end(r#"{"exitCode":-1,"status":"signal: novel"}"#).exit_code(),
-            128
-        );
+        assert_eq!(end(r#"{"exitCode":-1,"status":"signal: novel"}"#).exit_code(), 128);
     }
 }

@@ -98,24 +98,17 @@ impl Process {
     pub async fn start(client: &Client, spec: &Spec) -> Result<Self> {
         let request = start_request(spec);
         let response = client.send_ok(request, WORK_DEADLINE).await?;
-        let mut reader = Reader::new(
-            client,
-            &format!("a command in sandbox {}", spec.sandbox),
-            response,
-        );
-        let started = client::unless_dead(stream::next_envelope(&mut reader), || {
-            client.check_sandbox(&spec.sandbox)
-        })
-        .await?;
+        let mut reader = Reader::new(client, &format!("a command in sandbox {}", spec.sandbox), response);
+        let started =
+            client::unless_dead(stream::next_envelope(&mut reader), || client.check_sandbox(&spec.sandbox))
+                .await?;
         let message = match started {
             Some(Envelope::Message(message)) => message,
             Some(Envelope::End(Some(error))) => return Err(not_started(spec, &error).into()),
             Some(Envelope::End(None)) | None => return Err(cut_short(client, &spec.sandbox).await),
         };
         let Some(start) = message.event.start else {
-            return Err(Failure::protocol(
-                "the guest's first message about a command is not its start",
-            ));
+            return Err(Failure::protocol("the guest's first message about a command is not its start"));
         };
         let handle = Handle {
             client: client.clone(),
@@ -123,11 +116,7 @@ impl Process {
             user: spec.user.clone(),
             pid: start.pid,
         };
-        Ok(Self {
-            reader,
-            handle,
-            timeout: spec.timeout,
-        })
+        Ok(Self { reader, handle, timeout: spec.timeout })
     }
 
     /// Reaches the process.
@@ -137,11 +126,7 @@ impl Process {
 
     /// The next event; [`Event::End`] is the last one. A sandbox that dies meanwhile is a failure.
     pub async fn next(&mut self) -> Result<Event> {
-        let Self {
-            reader,
-            handle,
-            timeout,
-        } = self;
+        let Self { reader, handle, timeout } = self;
         let alive = || handle.client.check_sandbox(&handle.sandbox);
         loop {
             match client::unless_dead(stream::next_envelope(reader), alive).await? {
@@ -178,22 +163,12 @@ impl Handle {
     /// Sends bytes to the process's standard input.
     pub async fn send(&self, bytes: &[u8]) -> Result<()> {
         // A process that does not read holds this up for as long as it likes; the caller drops us when it ends.
-        self.call(
-            "SendInput",
-            json!({"input": {"stdin": BASE64.encode(bytes)}}),
-            None,
-        )
-        .await
+        self.call("SendInput", json!({"input": {"stdin": BASE64.encode(bytes)}}), None).await
     }
 
     /// Types bytes into the process's terminal.
     pub async fn type_in(&self, bytes: &[u8]) -> Result<()> {
-        self.call(
-            "SendInput",
-            json!({"input": {"pty": BASE64.encode(bytes)}}),
-            Some(LOOKUP_DEADLINE),
-        )
-        .await
+        self.call("SendInput", json!({"input": {"pty": BASE64.encode(bytes)}}), Some(LOOKUP_DEADLINE)).await
     }
 
     /// Ends the process's standard input.
@@ -203,17 +178,14 @@ impl Handle {
 
     /// Tells the process its terminal's size.
     pub async fn resize(&self, size: WindowSize) -> Result<()> {
-        self.call("Update", json!({"pty": {"size": size}}), Some(LOOKUP_DEADLINE))
-            .await
+        self.call("Update", json!({"pty": {"size": size}}), Some(LOOKUP_DEADLINE)).await
     }
 
     /// Sends the first of these signals that the guest's service knows.
     pub async fn signal(&self, names: &[&str]) -> Result<()> {
         let mut result = Ok(());
         for name in names {
-            result = self
-                .call("SendSignal", json!({"signal": name}), Some(LOOKUP_DEADLINE))
-                .await;
+            result = self.call("SendSignal", json!({"signal": name}), Some(LOOKUP_DEADLINE)).await;
             match &result {
                 Err(Failure::Report(report))
                     if report.code == "invalid_argument" || report.code == "unimplemented" => {}
@@ -227,14 +199,9 @@ impl Handle {
         message["process"] = json!({"pid": self.pid});
         let path = format!("/sandboxes/{}/envd/process.Process/{method}", self.sandbox);
         let mut request = client::json_request(&path, &message);
-        request
-            .headers_mut()
-            .insert("connect-protocol-version", HeaderValue::from_static("1"));
+        request.headers_mut().insert("connect-protocol-version", HeaderValue::from_static("1"));
         select_user(&mut request, self.user.as_deref());
-        let response = self
-            .client
-            .send_ok(request, deadline.unwrap_or(Duration::MAX))
-            .await?;
+        let response = self.client.send_ok(request, deadline.unwrap_or(Duration::MAX)).await?;
         self.client.collect(response, LOOKUP_DEADLINE).await.map(drop)
     }
 }
@@ -258,10 +225,7 @@ fn start_request(spec: &Spec) -> Request<Body> {
     let mut request = client::request(Method::POST, &path, client::full(body));
     select_user(&mut request, spec.user.as_deref());
     let headers = request.headers_mut();
-    headers.insert(
-        header::CONTENT_TYPE,
-        HeaderValue::from_static("application/connect+json"),
-    );
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/connect+json"));
     headers.insert("connect-protocol-version", HeaderValue::from_static("1"));
     headers.insert("keepalive-ping-interval", HeaderValue::from_static("50"));
     if let Some(timeout) = spec.timeout {
@@ -280,32 +244,22 @@ fn select_user(request: &mut Request<Body>, user: Option<&str>) {
 }
 
 fn not_started(spec: &Spec, error: &ConnectError) -> Report {
-    let message = format!(
-        "sandbox {} did not start the command: {}",
-        spec.sandbox, error.message
-    );
+    let message = format!("sandbox {} did not start the command: {}", spec.sandbox, error.message);
     Report::new(Kind::of_connect_code(&error.code), &error.code, message)
 }
 
 fn stream_failure(handle: &Handle, timeout: Option<Duration>, error: &ConnectError) -> Report {
     if error.code == "deadline_exceeded" {
-        let limit = timeout.map_or_else(
-            || "its time limit".into(),
-            |limit| humantime::format_duration(limit).to_string(),
-        );
-        let message = format!(
-            "the command in sandbox {} did not end within {limit} and was killed",
-            handle.sandbox
-        );
+        let limit = timeout
+            .map_or_else(|| "its time limit".into(), |limit| humantime::format_duration(limit).to_string());
+        let message =
+            format!("the command in sandbox {} did not end within {limit} and was killed", handle.sandbox);
         let mut report =
             Report::new(Kind::Guest, "command_timed_out", message).hint("allow more with --timeout");
         report.exit_code = Some(crate::failure::TIMED_OUT_EXIT);
         return report;
     }
-    let message = format!(
-        "the command in sandbox {} was lost: {}",
-        handle.sandbox, error.message
-    );
+    let message = format!("the command in sandbox {} was lost: {}", handle.sandbox, error.message);
     Report::new(Kind::of_connect_code(&error.code), &error.code, message)
 }
 

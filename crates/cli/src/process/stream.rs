@@ -85,9 +85,7 @@ pub async fn next_envelope(reader: &mut Reader) -> Result<Option<Envelope>> {
     let flags = prefix[0];
     let length = u32::from_be_bytes([prefix[1], prefix[2], prefix[3], prefix[4]]) as usize;
     if length > MAX_MESSAGE_BYTES {
-        return Err(Failure::protocol(format!(
-            "the guest announces a message of {length} bytes"
-        )));
+        return Err(Failure::protocol(format!("the guest announces a message of {length} bytes")));
     }
     if flags & COMPRESSED != 0 {
         return Err(Failure::protocol("the guest sends a compressed message"));
@@ -96,11 +94,8 @@ pub async fn next_envelope(reader: &mut Reader) -> Result<Option<Envelope>> {
         return Ok(None);
     };
     let text = &bytes[5..];
-    let malformed = |error| {
-        Failure::protocol(format!(
-            "the guest's message about a command is not as expected: {error}"
-        ))
-    };
+    let malformed =
+        |error| Failure::protocol(format!("the guest's message about a command is not as expected: {error}"));
     if flags & END_STREAM != 0 {
         let end: EndStream = if text.is_empty() {
             EndStream::default()
@@ -109,24 +104,18 @@ pub async fn next_envelope(reader: &mut Reader) -> Result<Option<Envelope>> {
         };
         return Ok(Some(Envelope::End(end.error)));
     }
-    serde_json::from_slice(text)
-        .map(|message| Some(Envelope::Message(message)))
-        .map_err(malformed)
+    serde_json::from_slice(text).map(|message| Some(Envelope::Message(message))).map_err(malformed)
 }
 
 pub fn output(data: StreamData) -> Result<Option<Event>> {
     let decode = |text: &str| {
         let bytes = BASE64.decode(text);
-        bytes
-            .map(Bytes::from)
-            .map_err(|_| Failure::protocol("the guest's output is not base64"))
+        bytes.map(Bytes::from).map_err(|_| Failure::protocol("the guest's output is not base64"))
     };
     if let Some(text) = data.stdout.or(data.pty) {
         return decode(&text).map(|bytes| Some(Event::Stdout(bytes)));
     }
-    data.stderr
-        .map(|text| decode(&text).map(Event::Stderr))
-        .transpose()
+    data.stderr.map(|text| decode(&text).map(Event::Stderr)).transpose()
 }
 
 #[cfg(test)]

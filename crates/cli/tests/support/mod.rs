@@ -39,11 +39,7 @@ impl Recorded {
     /// The message of a Connect stream's request.
     pub fn envelope(&self) -> Value {
         let length = u32::from_be_bytes(self.body[1..5].try_into().unwrap()) as usize;
-        assert_eq!(
-            (self.body[0], self.body.len()),
-            (0, 5 + length),
-            "one whole envelope"
-        );
+        assert_eq!((self.body[0], self.body.len()), (0, 5 + length), "one whole envelope");
         serde_json::from_slice(&self.body[5..]).unwrap()
     }
 
@@ -69,10 +65,7 @@ impl Fake {
             let log = log.clone();
             async move { record(&log, request, next).await }
         });
-        Self::serve(
-            Router::new().nest("/offshoot/v1", routes).layer(recorder),
-            requests,
-        )
+        Self::serve(Router::new().nest("/offshoot/v1", routes).layer(recorder), requests)
     }
 
     /// Serves `routes` below the API's root; they get each request's body as it comes, and nothing is recorded.
@@ -83,22 +76,14 @@ impl Fake {
     fn serve(app: Router, requests: Arc<Mutex<Vec<Recorded>>>) -> Self {
         let folder = TempDir::new().unwrap();
         let socket = folder.path().join("d.sock");
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .enable_all()
-            .build()
-            .unwrap();
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let listener = {
             let _guard = runtime.enter();
             tokio::net::UnixListener::bind(&socket).unwrap()
         };
         runtime.spawn(async move { axum::serve(listener, app).await });
-        Self {
-            folder,
-            socket,
-            requests,
-            runtime: Some(runtime),
-        }
+        Self { folder, socket, requests, runtime: Some(runtime) }
     }
 
     /// What was asked so far, in order.
@@ -109,9 +94,7 @@ impl Fake {
     /// The requests to paths that end like this.
     pub fn requests_to(&self, end: &str) -> Vec<Recorded> {
         let requests = self.requests().into_iter();
-        requests
-            .filter(|request| request.target.split('?').next().unwrap().ends_with(end))
-            .collect()
+        requests.filter(|request| request.target.split('?').next().unwrap().ends_with(end)).collect()
     }
 
     /// The binary, told to use this daemon.
@@ -145,12 +128,8 @@ async fn record(log: &Mutex<Vec<Recorded>>, request: Request, next: Next) -> Res
     // A body that breaks off is what the client meant to send so far.
     let body = axum::body::to_bytes(body, usize::MAX).await.unwrap_or_default();
     let target = parts.uri.path_and_query().unwrap().to_string();
-    let recorded = Recorded {
-        method: parts.method.clone(),
-        target,
-        headers: parts.headers.clone(),
-        body: body.clone(),
-    };
+    let recorded =
+        Recorded { method: parts.method.clone(), target, headers: parts.headers.clone(), body: body.clone() };
     log.lock().unwrap().push(recorded);
     next.run(Request::from_parts(parts, Body::from(body))).await
 }
@@ -169,10 +148,7 @@ impl Ended {
     }
 
     pub fn lines(&self) -> Vec<Value> {
-        self.stdout
-            .lines()
-            .map(|line| serde_json::from_str(line).unwrap())
-            .collect()
+        self.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
     /// The failure as `--json` tells it.
@@ -190,12 +166,8 @@ pub fn offshoot(args: &[&str]) -> Command {
 
 /// Runs to the end, within the deadline.
 pub fn finish(mut command: Command, stdin: &[u8]) -> Ended {
-    let mut child = command
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut child =
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut pipe = child.stdin.take().unwrap();
     let input = stdin.to_vec();
     std::thread::spawn(move || pipe.write_all(&input));
@@ -237,10 +209,7 @@ pub fn wait(child: &mut Child) -> ExitStatus {
 pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let began = Instant::now();
     while !holds() {
-        assert!(
-            began.elapsed() < DEADLINE,
-            "{what} did not come about within {DEADLINE:?}"
-        );
+        assert!(began.elapsed() < DEADLINE, "{what} did not come about within {DEADLINE:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -252,10 +221,7 @@ pub fn answer(status: u16, body: Value) -> Response {
 pub fn not_found(id: &str) -> Response {
     let hint = "list them with: offshoot ls";
     let message = format!("there is no sandbox {id}");
-    answer(
-        404,
-        json!({"code": "sandbox_not_found", "kind": "caller", "message": message, "hint": hint}),
-    )
+    answer(404, json!({"code": "sandbox_not_found", "kind": "caller", "message": message, "hint": hint}))
 }
 
 pub fn sandbox(id: &str, state: &str) -> Value {
@@ -272,11 +238,7 @@ pub fn streamed(content_type: &str, chunks: tokio::sync::mpsc::UnboundedReceiver
         let chunk = chunks.recv().await?;
         Some((Ok::<_, std::io::Error>(Bytes::from(chunk)), chunks))
     });
-    (
-        [(header::CONTENT_TYPE, content_type.to_owned())],
-        Body::from_stream(stream),
-    )
-        .into_response()
+    ([(header::CONTENT_TYPE, content_type.to_owned())], Body::from_stream(stream)).into_response()
 }
 
 /// A body of ready chunks.
@@ -288,13 +250,7 @@ pub fn chunks(content_type: &str, ready: Vec<Vec<u8>>) -> Response {
 
 /// JSON objects, one a line.
 pub fn lines(values: &[Value]) -> Response {
-    chunks(
-        "application/x-ndjson",
-        values
-            .iter()
-            .map(|value| format!("{value}\n").into_bytes())
-            .collect(),
-    )
+    chunks("application/x-ndjson", values.iter().map(|value| format!("{value}\n").into_bytes()).collect())
 }
 
 pub const CONNECT: &str = "application/connect+json";
@@ -325,10 +281,7 @@ pub fn exited(code: i32) -> Vec<u8> {
 
 pub fn signalled(name: &str) -> Vec<u8> {
     let status = format!("signal: {name}");
-    envelope(
-        0,
-        &json!({"event": {"end": {"exitCode": -1, "status": status, "error": status}}}),
-    )
+    envelope(0, &json!({"event": {"end": {"exitCode": -1, "status": status, "error": status}}}))
 }
 
 pub fn end_stream() -> Vec<u8> {
@@ -348,23 +301,12 @@ pub fn copy_of_offshoot(folder: &Path) -> PathBuf {
 
 /// A shell script.
 pub fn script(path: &Path, text: &str) {
-    elsewhere(
-        "printf '#!/bin/sh\\n%s\\n' \"$1\" > \"$0\" && chmod 755 \"$0\"",
-        path,
-        text,
-    );
+    elsewhere("printf '#!/bin/sh\\n%s\\n' \"$1\" > \"$0\" && chmod 755 \"$0\"", path, text);
 }
 
 /// Writes a program from another process. Written here, the open file could be inherited by what a test beside this
 /// one spawns at that moment, and the program could not be run: "text file busy".
 fn elsewhere(command: &str, target: &Path, argument: &str) {
     let mut sh = Command::new("sh");
-    assert!(
-        sh.args(["-c", command])
-            .arg(target)
-            .arg(argument)
-            .status()
-            .unwrap()
-            .success()
-    );
+    assert!(sh.args(["-c", command]).arg(target).arg(argument).status().unwrap().success());
 }

@@ -13,12 +13,7 @@ pub(crate) struct ApiError(Report);
 impl ApiError {
     /// An error of the API itself.
     pub(crate) fn new(kind: ErrorKind, code: &str, message: String) -> Self {
-        Self(Report {
-            code: code.to_owned(),
-            kind,
-            message,
-            hint: None,
-        })
+        Self(Report { code: code.to_owned(), kind, message, hint: None })
     }
 
     pub(crate) fn hint(mut self, hint: &str) -> Self {
@@ -79,12 +74,8 @@ pub(crate) fn status(report: &Report) -> StatusCode {
 }
 
 pub(crate) async fn no_route(uri: Uri) -> ApiError {
-    ApiError::new(
-        ErrorKind::Caller,
-        "route_not_found",
-        format!("there is no {}", uri.path()),
-    )
-    .hint("docs/api.md lists the calls under /offshoot/v1")
+    ApiError::new(ErrorKind::Caller, "route_not_found", format!("there is no {}", uri.path()))
+        .hint("docs/api.md lists the calls under /offshoot/v1")
 }
 
 pub(crate) async fn no_method(method: Method, uri: Uri) -> ApiError {
@@ -99,13 +90,7 @@ mod tests {
     #[test]
     fn statuses_follow_kind_and_code() {
         let of = |kind, code: &str| {
-            status(&Report {
-                code: code.into(),
-                kind,
-                message: String::new(),
-                hint: None,
-            })
-            .as_u16()
+            status(&Report { code: code.into(), kind, message: String::new(), hint: None }).as_u16()
         };
         assert_eq!(of(ErrorKind::Caller, "bad_json"), 400);
         assert_eq!(of(ErrorKind::Caller, "template_not_found"), 404);

@@ -68,19 +68,11 @@ pub(crate) async fn make(State(host): Shared, Strict(request): Strict<MakeImage>
         Source::Debian(Debian { packages, disk_mib }) => {
             ImageSource::Debian(DebianSpec { packages, disk_mib })
         }
-        Source::Files(Files {
-            kernel,
-            initramfs,
-            rootfs,
-        }) => ImageSource::Files(ImportFiles {
-            kernel,
-            initramfs,
-            rootfs,
-        }),
+        Source::Files(Files { kernel, initramfs, rootfs }) => {
+            ImageSource::Files(ImportFiles { kernel, initramfs, rootfs })
+        }
     };
-    answer(WhenAbandoned::GoOn, move |_, on_progress| {
-        host.make_image(&request.name, source, on_progress)
-    })
+    answer(WhenAbandoned::GoOn, move |_, on_progress| host.make_image(&request.name, source, on_progress))
 }
 
 pub(crate) async fn remove(State(host): Shared, Path(name): Path<String>) -> Result<StatusCode, ApiError> {

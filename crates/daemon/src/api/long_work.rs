@@ -62,18 +62,12 @@ where
         };
         send(&sender, &outcome);
     });
-    let reader = Reader {
-        lines,
-        cancel: of_reader,
-    };
+    let reader = Reader { lines, cancel: of_reader };
     let stream = futures_util::stream::unfold(reader, |mut reader| async move {
         let line = reader.lines.recv().await?;
         Some((Ok::<Bytes, Infallible>(line), reader))
     });
-    let headers = [
-        (CONTENT_TYPE, "application/x-ndjson"),
-        (CACHE_CONTROL, "no-store"),
-    ];
+    let headers = [(CONTENT_TYPE, "application/x-ndjson"), (CACHE_CONTROL, "no-store")];
     (headers, Body::from_stream(stream)).into_response()
 }
 

@@ -79,7 +79,5 @@ where
 pub(crate) async fn blocking_ok<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ApiError> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(|panic| ApiError::bug(&panic))
+    tokio::task::spawn_blocking(work).await.map_err(|panic| ApiError::bug(&panic))
 }

@@ -64,11 +64,7 @@ async fn forward(
     mut request: Request,
     port: u32,
 ) -> Result<Response, ApiError> {
-    let id = params
-        .into_iter()
-        .find(|(name, _)| name == "id")
-        .map(|(_, id)| id)
-        .unwrap_or_default();
+    let id = params.into_iter().find(|(name, _)| name == "id").map(|(_, id)| id).unwrap_or_default();
     let of = id.clone();
     let vsock = blocking(move || host.vsock_path(&of)).await?;
     let stream = match tokio::time::timeout(CONNECT_TIMEOUT, connect(&vsock, port)).await {
@@ -77,17 +73,11 @@ async fn forward(
         Err(_) => return Err(refused(&id, port, &std::io::ErrorKind::TimedOut.into())),
     };
     *request.uri_mut() = guest_uri(uri).ok_or_else(|| {
-        ApiError::new(
-            ErrorKind::Caller,
-            "bad_path",
-            format!("{} cannot be forwarded", uri.path()),
-        )
+        ApiError::new(ErrorKind::Caller, "bad_path", format!("{} cannot be forwarded", uri.path()))
     })?;
     *request.version_mut() = Version::HTTP_11;
     remove_hop_by_hop(request.headers_mut());
-    request
-        .headers_mut()
-        .insert(header::HOST, HeaderValue::from_static("sandbox"));
+    request.headers_mut().insert(header::HOST, HeaderValue::from_static("sandbox"));
     let closed = |error: hyper::Error| {
         let message = format!("sandbox {id} closed the connection before it answered: {error}");
         ApiError::new(ErrorKind::State, "guest_connection_closed", message)
@@ -119,24 +109,14 @@ async fn connect(vsock: &FilePath, port: u32) -> std::io::Result<UnixStream> {
         }
         line.push(stream.read_u8().await?);
     }
-    if line.starts_with(b"OK ") {
-        Ok(stream)
-    } else {
-        Err(std::io::ErrorKind::ConnectionRefused.into())
-    }
+    if line.starts_with(b"OK ") { Ok(stream) } else { Err(std::io::ErrorKind::ConnectionRefused.into()) }
 }
 
 /// What stands behind `/offshoot/v1/sandboxes/{id}/{service}`, escapes and query as they came.
 fn guest_uri(uri: &Uri) -> Option<Uri> {
-    let path = uri
-        .path()
-        .splitn(OWN_SEGMENTS + 2, '/')
-        .nth(OWN_SEGMENTS + 1)
-        .unwrap_or("");
+    let path = uri.path().splitn(OWN_SEGMENTS + 2, '/').nth(OWN_SEGMENTS + 1).unwrap_or("");
     let query = uri.query().map(|query| format!("?{query}")).unwrap_or_default();
-    PathAndQuery::try_from(format!("/{path}{query}"))
-        .ok()
-        .map(Uri::from)
+    PathAndQuery::try_from(format!("/{path}{query}")).ok().map(Uri::from)
 }
 
 fn remove_hop_by_hop(headers: &mut HeaderMap) {
@@ -159,10 +139,7 @@ mod tests {
     #[test]
     fn the_guest_sees_its_own_path_with_escapes_and_query() {
         let of = |text: &str| guest_uri(&text.parse().unwrap()).unwrap().to_string();
-        assert_eq!(
-            of("/offshoot/v1/sandboxes/x/envd/files?path=%2Fa%20b"),
-            "/files?path=%2Fa%20b"
-        );
+        assert_eq!(of("/offshoot/v1/sandboxes/x/envd/files?path=%2Fa%20b"), "/files?path=%2Fa%20b");
         assert_eq!(of("/offshoot/v1/sandboxes/x/envd/a/b%2Fc"), "/a/b%2Fc");
         assert_eq!(of("/offshoot/v1/sandboxes/x/envd"), "/");
         assert_eq!(of("/offshoot/v1/sandboxes/x/envd/"), "/");
@@ -171,18 +148,12 @@ mod tests {
     #[test]
     fn headers_of_one_hop_stay_there() {
         let mut headers = HeaderMap::new();
-        for (name, value) in [
-            ("connection", "close, x-hop"),
-            ("x-hop", "1"),
-            ("te", "trailers"),
-            ("x-end", "2"),
-        ] {
+        for (name, value) in
+            [("connection", "close, x-hop"), ("x-hop", "1"), ("te", "trailers"), ("x-end", "2")]
+        {
             headers.insert(name, HeaderValue::from_static(value));
         }
         remove_hop_by_hop(&mut headers);
-        assert_eq!(
-            headers.keys().map(HeaderName::as_str).collect::<Vec<_>>(),
-            ["x-end"]
-        );
+        assert_eq!(headers.keys().map(HeaderName::as_str).collect::<Vec<_>>(), ["x-end"]);
     }
 }

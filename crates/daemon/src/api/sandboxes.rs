@@ -73,18 +73,8 @@ pub(crate) async fn create(
     Strict(request): Strict<Create>,
 ) -> Result<Response, ApiError> {
     let called_ns = called_now();
-    let Create {
-        template,
-        count,
-        name,
-        env,
-    } = request;
-    let spec = CreateSpec {
-        template,
-        count,
-        name,
-        env,
-    };
+    let Create { template, count, name, env } = request;
+    let spec = CreateSpec { template, count, name, env };
     let offspring = blocking(move || host.create(&spec, called_ns)).await?;
     let (status, results) = outcomes(&offspring);
     Ok((status, Json(json!({ "results": results }))).into_response())
@@ -96,11 +86,7 @@ pub(crate) async fn fork(
     Strict(request): Strict<Fork>,
 ) -> Result<Response, ApiError> {
     let called_ns = called_now();
-    let spec = ForkSpec {
-        parent: id,
-        count: request.count,
-        env: request.env,
-    };
+    let spec = ForkSpec { parent: id, count: request.count, env: request.env };
     let offspring = blocking(move || host.fork(&spec, called_ns)).await?;
     let (status, results) = outcomes(&offspring);
     let mut body = json!({ "results": results });

@@ -29,16 +29,10 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Strict<T> {
                 )
             }
         })?;
-        serde_json::from_slice(&bytes.to_bytes())
-            .map(Self)
-            .map_err(|error| {
-                ApiError::new(
-                    ErrorKind::Caller,
-                    "bad_json",
-                    format!("the request body is wrong: {error}"),
-                )
+        serde_json::from_slice(&bytes.to_bytes()).map(Self).map_err(|error| {
+            ApiError::new(ErrorKind::Caller, "bad_json", format!("the request body is wrong: {error}"))
                 .hint("docs/api.md lists each call's fields")
-            })
+        })
     }
 }
 
@@ -52,14 +46,8 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for StrictQuery<T>
         let query = Query::try_from_uri(&parts.uri);
         query.map(|Query(value)| Self(value)).map_err(|error| {
             use std::error::Error;
-            let why = error
-                .source()
-                .map_or_else(|| error.to_string(), ToString::to_string);
-            ApiError::new(
-                ErrorKind::Caller,
-                "bad_query",
-                format!("the query string is wrong: {why}"),
-            )
+            let why = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+            ApiError::new(ErrorKind::Caller, "bad_query", format!("the query string is wrong: {why}"))
         })
     }
 }

@@ -102,15 +102,11 @@ pub(crate) async fn build(State(host): Shared, Strict(request): Strict<BuildTemp
         page_size: request.page_size,
         overlay_limit_mib: request.overlay_limit_mib,
         cmdline: request.cmdline,
-        warm: request
-            .warm
-            .map(|Warm { source, file_name }| WarmUp { source, file_name }),
+        warm: request.warm.map(|Warm { source, file_name }| WarmUp { source, file_name }),
         warm_timeout: Duration::from_millis(request.warm_timeout_ms),
         boot_timeout: Duration::from_millis(request.boot_timeout_ms),
     };
-    answer(WhenAbandoned::Cancel, move |cancel, on_progress| {
-        host.build_template(spec, cancel, on_progress)
-    })
+    answer(WhenAbandoned::Cancel, move |cancel, on_progress| host.build_template(spec, cancel, on_progress))
 }
 
 pub(crate) async fn remove(

@@ -40,11 +40,7 @@ impl Guest {
     pub fn new(listener: OwnedFd, log: OwnedFd) -> Self {
         let listener = UnixListener::from(listener);
         listener.set_nonblocking(true).expect("a socket");
-        Self {
-            listener,
-            log: log.into(),
-            connections: Vec::new(),
-        }
+        Self { listener, log: log.into(), connections: Vec::new() }
     }
 
     pub fn say(&mut self, line: &str) {
@@ -52,10 +48,7 @@ impl Guest {
     }
 
     pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        let streams = self
-            .connections
-            .iter()
-            .map(|connection| connection.stream.as_fd());
+        let streams = self.connections.iter().map(|connection| connection.stream.as_fd());
         std::iter::once(self.listener.as_fd()).chain(streams).collect()
     }
 
@@ -63,12 +56,7 @@ impl Guest {
     pub fn serve(&mut self, muted: bool, refusing: bool) -> Act {
         while let Ok((stream, _)) = self.listener.accept() {
             stream.set_nonblocking(true).expect("a socket");
-            self.connections.push(Connection {
-                stream,
-                port: None,
-                buffer: Vec::new(),
-                echoing: false,
-            });
+            self.connections.push(Connection { stream, port: None, buffer: Vec::new(), echoing: false });
         }
         let mut kept = Vec::new();
         for mut connection in std::mem::take(&mut self.connections) {
@@ -126,28 +114,21 @@ impl Connection {
     fn serve_host(&mut self, refusing: bool) -> Next {
         while let Some(line) = self.line() {
             let reply = match serde_json::from_str(&line).expect("the host sends requests") {
-                HostRequest::Identity(_) if refusing => HostReply::Failed {
-                    message: "no entropy credited (fake)".into(),
-                },
+                HostRequest::Identity(_) if refusing => {
+                    HostReply::Failed { message: "no entropy credited (fake)".into() }
+                }
                 HostRequest::Identity(identity) => HostReply::IdentityApplied {
                     generation: identity.generation,
                     wall_clock_ns: identity.wall_clock_ns,
                     failed_hooks: Vec::new(),
                 },
                 HostRequest::Shutdown => return Next::Do(Act::PowerOff),
-                HostRequest::Ping => HostReply::Pong {
-                    version: "fake".into(),
-                },
+                HostRequest::Ping => HostReply::Pong { version: "fake".into() },
                 HostRequest::Warm { source, .. } => match source.get(..4) {
-                    Some("rais") => HostReply::Failed {
-                        message: "ValueError: raised (fake)".into(),
-                    },
+                    Some("rais") => HostReply::Failed { message: "ValueError: raised (fake)".into() },
                     Some("hang") => return Next::Keep,
                     Some("die(") => return Next::Do(Act::Panic),
-                    _ => HostReply::Warmed {
-                        stdout: "warm\n".into(),
-                        stderr: String::new(),
-                    },
+                    _ => HostReply::Warmed { stdout: "warm\n".into(), stderr: String::new() },
                 },
             };
             let mut line = serde_json::to_vec(&reply).expect("a reply is plain data");
@@ -185,10 +166,6 @@ impl Connection {
         }
         let body = std::mem::take(&mut self.buffer);
         self.write(&body);
-        if body.ends_with(b"0\r\n\r\n") {
-            Next::Close
-        } else {
-            Next::Keep
-        }
+        if body.ends_with(b"0\r\n\r\n") { Next::Close } else { Next::Keep }
     }
 }

@@ -31,14 +31,7 @@ fn main() {
             // SAFETY: descriptor 3 is the control socket by the contract of `--control-fd`, and nothing else owns it.
             let control = unsafe { OwnedFd::from_raw_fd(3) };
             rustix::io::fcntl_setfd(&control, rustix::io::FdFlags::CLOEXEC).expect("a descriptor");
-            Fake {
-                control,
-                role: Role::Empty,
-                words: String::new(),
-                index: None,
-                guest: None,
-            }
-            .run();
+            Fake { control, role: Role::Empty, words: String::new(), index: None, guest: None }.run();
         }
         _ => eprintln!("usage: fake-vmm --control-fd 3"),
     }
@@ -60,9 +53,7 @@ impl Fake {
             None => String::from("\0"),
         };
         let plain = format!("fake.{word}");
-        self.words
-            .split_whitespace()
-            .any(|told| told == plain || told == here)
+        self.words.split_whitespace().any(|told| told == plain || told == here)
     }
 
     fn run(&mut self) -> ! {
@@ -107,11 +98,7 @@ impl Fake {
             if self.role == Role::Zygote {
                 let (exit_status, signal) = (status.exit_status(), status.terminating_signal());
                 self.event(
-                    Event::ChildExited {
-                        pid: pid.as_raw_pid().cast_unsigned(),
-                        exit_status,
-                        signal,
-                    },
+                    Event::ChildExited { pid: pid.as_raw_pid().cast_unsigned(), exit_status, signal },
                     None,
                 );
             }
@@ -183,21 +170,10 @@ impl Fake {
     fn freeze(&mut self, seq: u64, control: OwnedFd) {
         if self.told("refuse_freeze") {
             let message = "no memory for layers (fake)".into();
-            return self.reply(
-                seq,
-                Err(ControlError {
-                    kind: ErrorKind::Host,
-                    message,
-                }),
-                None,
-            );
+            return self.reply(seq, Err(ControlError { kind: ErrorKind::Host, message }), None);
         }
         if let Some((pid, pidfd)) = fork() {
-            let info = FrozenInfo {
-                pid,
-                layer_bytes: 4096,
-                freeze_ns: 1,
-            };
+            let info = FrozenInfo { pid, layer_bytes: 4096, freeze_ns: 1 };
             self.reply(seq, Ok(Reply::Frozen(info)), Some(pidfd.as_fd()));
             self.end(ExitReason::Frozen);
         }
@@ -207,25 +183,13 @@ impl Fake {
     }
 
     fn fork(&mut self, seq: u64, count: u32, twin: Option<OwnedFd>) {
-        let times = ForkTimes {
-            stop_requested_ns: 1,
-            state_saved_ns: 2,
-            forked_ns: 3,
-            resumed_ns: 4,
-        };
+        let times = ForkTimes { stop_requested_ns: 1, state_saved_ns: 2, forked_ns: 3, resumed_ns: 4 };
         if self.told("refuse_fork") && self.role != Role::Zygote {
             for _ in 0..count {
                 receive(&self.control, wire::Wait::Yes);
             }
             let message = "vCPU 0 did not stop (fake)".into();
-            return self.reply(
-                seq,
-                Err(ControlError {
-                    kind: ErrorKind::Host,
-                    message,
-                }),
-                None,
-            );
+            return self.reply(seq, Err(ControlError { kind: ErrorKind::Host, message }), None);
         }
         let Some(twin) = twin else {
             assert_eq!(self.role, Role::Zygote, "a running VMM forks through a twin");
@@ -238,9 +202,7 @@ impl Fake {
             }
             return self.reply(seq, Ok(Reply::Forked(times)), None);
         };
-        let children: Vec<_> = (0..count)
-            .filter_map(|_| receive(&self.control, wire::Wait::Yes))
-            .collect();
+        let children: Vec<_> = (0..count).filter_map(|_| receive(&self.control, wire::Wait::Yes)).collect();
         if let Some((_, pidfd)) = fork() {
             drop(children);
             return self.reply(seq, Ok(Reply::Forked(times)), Some(pidfd.as_fd()));
@@ -255,15 +217,10 @@ impl Fake {
 
     /// Forks one child; only the child goes on in [`Fake::run`].
     fn fork_child(&mut self, index: u32, envelope: Envelope, mut fds: Vec<OwnedFd>) {
-        let Request::Child(_) = envelope.request else {
-            panic!("no child where one was announced")
-        };
+        let Request::Child(_) = envelope.request else { panic!("no child where one was announced") };
         self.index = Some(index);
         if self.told("fail_child") {
-            let error = ControlError {
-                kind: ErrorKind::Host,
-                message: "no KVM VM to be had (fake)".into(),
-            };
+            let error = ControlError { kind: ErrorKind::Host, message: "no KVM VM to be had (fake)".into() };
             return self.event(Event::ChildFailed { index, error }, None);
         }
         if let Some((pid, pidfd)) = fork() {
@@ -279,13 +236,7 @@ impl Fake {
         }
         self.start_guest(listener, log);
         let now = offshoot_host::clock::monotonic_ns();
-        self.event(
-            Event::Started {
-                forked_ns: now,
-                started_ns: now,
-            },
-            None,
-        );
+        self.event(Event::Started { forked_ns: now, started_ns: now }, None);
         self.run();
     }
 }

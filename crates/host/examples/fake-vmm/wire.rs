@@ -23,17 +23,9 @@ pub fn receive(control: &OwnedFd, wait: Wait) -> Option<(Envelope, Vec<OwnedFd>)
     let mut bytes = vec![0; MAX_MESSAGE_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let flags = if wait == Wait::No {
-        RecvFlags::DONTWAIT
-    } else {
-        RecvFlags::empty()
-    };
-    let received = recvmsg(
-        control,
-        &mut [IoSliceMut::new(&mut bytes)],
-        &mut ancillary,
-        flags | RecvFlags::CMSG_CLOEXEC,
-    );
+    let flags = if wait == Wait::No { RecvFlags::DONTWAIT } else { RecvFlags::empty() };
+    let received =
+        recvmsg(control, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags | RecvFlags::CMSG_CLOEXEC);
     let length = match received {
         Ok(message) => message.bytes,
         Err(rustix::io::Errno::AGAIN) => return None,
@@ -48,10 +40,7 @@ pub fn receive(control: &OwnedFd, wait: Wait) -> Option<(Envelope, Vec<OwnedFd>)
             fds.extend(received);
         }
     }
-    Some((
-        serde_json::from_slice(&bytes[..length]).expect("the host sends requests"),
-        fds,
-    ))
+    Some((serde_json::from_slice(&bytes[..length]).expect("the host sends requests"), fds))
 }
 
 /// Blocks until there is room, as a simple VMM would.
@@ -63,14 +52,7 @@ pub fn send(control: &OwnedFd, message: &Message, fd: Option<BorrowedFd<'_>>) {
     if !fds.is_empty() {
         ancillary.push(SendAncillaryMessage::ScmRights(&fds));
     }
-    if sendmsg(
-        control,
-        &[IoSlice::new(&bytes)],
-        &mut ancillary,
-        SendFlags::NOSIGNAL,
-    )
-    .is_err()
-    {
+    if sendmsg(control, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL).is_err() {
         std::process::exit(0);
     }
 }
@@ -78,13 +60,7 @@ pub fn send(control: &OwnedFd, message: &Message, fd: Option<BorrowedFd<'_>>) {
 /// Waits until one of `fds` is readable, or a moment.
 pub fn wait_readable(fds: &[BorrowedFd<'_>]) {
     let mut fds: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
-    let _ = poll(
-        &mut fds,
-        Some(&Timespec {
-            tv_sec: 0,
-            tv_nsec: 20_000_000,
-        }),
-    );
+    let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 20_000_000 }));
 }
 
 /// `fork(2)`: the child's pid and pidfd in the parent, `None` in the child.

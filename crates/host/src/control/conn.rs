@@ -82,16 +82,11 @@ impl Conn {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, ConnState> {
-        self.state
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     pub(super) fn reference(&self) -> VmmRef<'_> {
-        VmmRef {
-            key: self.key,
-            id: &self.id,
-        }
+        VmmRef { key: self.key, id: &self.id }
     }
 
     pub(crate) fn pid(&self) -> Option<u32> {
@@ -124,9 +119,7 @@ impl Conn {
         mut condition: impl FnMut(&mut ConnState) -> bool,
     ) -> MutexGuard<'_, ConnState> {
         let guard = self.lock();
-        let wait = self
-            .changed
-            .wait_timeout_while(guard, deadline.left(), |state| condition(state));
+        let wait = self.changed.wait_timeout_while(guard, deadline.left(), |state| condition(state));
         wait.unwrap_or_else(std::sync::PoisonError::into_inner).0
     }
 
@@ -163,18 +156,17 @@ impl Conn {
         let seq = self.expect_reply()?;
         let sent = {
             let _sending = self.lock_sending();
-            self.send(Envelope { seq, request }, fds, deadline)
-                .and_then(|()| {
-                    for (request, fds) in followers {
-                        let seq = self.take_seq();
-                        let borrowed: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
-                        if let Err(error) = self.send(Envelope { seq, request }, &borrowed, deadline) {
-                            self.lock().broken = true;
-                            return Err(error);
-                        }
+            self.send(Envelope { seq, request }, fds, deadline).and_then(|()| {
+                for (request, fds) in followers {
+                    let seq = self.take_seq();
+                    let borrowed: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+                    if let Err(error) = self.send(Envelope { seq, request }, &borrowed, deadline) {
+                        self.lock().broken = true;
+                        return Err(error);
                     }
-                    Ok(())
-                })
+                }
+                Ok(())
+            })
         };
         if let Err(error) = sent {
             self.lock().pending.remove(&seq);
@@ -184,9 +176,7 @@ impl Conn {
     }
 
     fn lock_sending(&self) -> MutexGuard<'_, ()> {
-        self.sending
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.sending.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     fn take_seq(&self) -> u64 {
@@ -261,14 +251,8 @@ impl Conn {
         {
             let mut state = self.lock();
             match &event {
-                Event::Started {
-                    forked_ns,
-                    started_ns,
-                } => {
-                    state.started = Some(Started {
-                        forked_ns: *forked_ns,
-                        started_ns: *started_ns,
-                    });
+                Event::Started { forked_ns, started_ns } => {
+                    state.started = Some(Started { forked_ns: *forked_ns, started_ns: *started_ns });
                 }
                 Event::Failed { error } => state.failed = Some(error.clone()),
                 Event::Exited { reason } => state.end.reason = Some(reason.clone()),
@@ -282,10 +266,7 @@ impl Conn {
     }
 
     pub(super) fn fail(&self, kind: ErrorKind, message: &str) {
-        self.fail_with(ControlError {
-            kind,
-            message: message.to_owned(),
-        });
+        self.fail_with(ControlError { kind, message: message.to_owned() });
     }
 
     fn fail_with(&self, error: ControlError) {
@@ -303,10 +284,7 @@ impl Conn {
         self.changed.notify_all();
         for child in children {
             if child.lock().pidfd.is_none() {
-                child.fail(
-                    ErrorKind::Host,
-                    "the process that was to fork this child ended before it did",
-                );
+                child.fail(ErrorKind::Host, "the process that was to fork this child ended before it did");
             }
         }
     }
@@ -364,10 +342,7 @@ fn birth(state: &ConnState) -> ForkState {
         (Some(_), true) => ForkState::Ready,
         (None, true) if state.closed || state.ended => {
             let message = format!("the child ended before it started: {}", state.end);
-            ForkState::Failed(ControlError {
-                kind: ErrorKind::Host,
-                message,
-            })
+            ForkState::Failed(ControlError { kind: ErrorKind::Host, message })
         }
         _ => ForkState::Pending,
     }

@@ -72,10 +72,7 @@ impl EventSink for Queue {
     }
 
     fn ended(&self, from: VmmRef<'_>, end: &End) {
-        let _ = self.0.send(Notice::Ended {
-            key: from.key,
-            end: end.clone(),
-        });
+        let _ = self.0.send(Notice::Ended { key: from.key, end: end.clone() });
     }
 }
 

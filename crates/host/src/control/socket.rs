@@ -48,12 +48,7 @@ pub enum ChannelError {
 
 /// A connected pair, both ends close-on-exec and blocking (this side passes `MSG_DONTWAIT` where it needs to).
 pub(crate) fn pair() -> Result<(OwnedFd, OwnedFd), Errno> {
-    socketpair(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        SocketFlags::CLOEXEC,
-        None,
-    )
+    socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
 }
 
 /// Sends `bytes` with `fds` as one message, waiting for room until `deadline`.
@@ -68,10 +63,7 @@ pub(crate) fn send(
     if bytes.len() > MAX_MESSAGE_BYTES {
         return Err(ChannelError::TooLong { bytes: bytes.len() });
     }
-    debug_assert!(
-        fds.len() <= MAX_FDS,
-        "callers attach at most CHILD_FDS descriptors"
-    );
+    debug_assert!(fds.len() <= MAX_FDS, "callers attach at most CHILD_FDS descriptors");
     loop {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -98,10 +90,7 @@ fn wait_writable(socket: BorrowedFd<'_>, deadline: Deadline) -> Result<(), Chann
     if left.is_zero() {
         return Err(ChannelError::TimedOut);
     }
-    let timeout = Timespec::try_from(left).unwrap_or(Timespec {
-        tv_sec: 3600,
-        tv_nsec: 0,
-    });
+    let timeout = Timespec::try_from(left).unwrap_or(Timespec { tv_sec: 3600, tv_nsec: 0 });
     match poll(&mut [PollFd::new(&socket, PollFlags::OUT)], Some(&timeout)) {
         Ok(_) | Err(Errno::INTR) => Ok(()),
         Err(errno) => Err(ChannelError::Io(errno)),
@@ -156,13 +145,9 @@ mod tests {
         send(ours.as_fd(), b"one", &[extra.as_fd()], deadline).unwrap();
         send(ours.as_fd(), b"two", &[], deadline).unwrap();
         let mut buffer = vec![0; MAX_MESSAGE_BYTES];
-        let Received::Message(3, fds) = receive(&theirs, &mut buffer).unwrap() else {
-            panic!("no message")
-        };
+        let Received::Message(3, fds) = receive(&theirs, &mut buffer).unwrap() else { panic!("no message") };
         assert_eq!((&buffer[..3], fds.len()), (&b"one"[..], 1));
-        let Received::Message(3, fds) = receive(&theirs, &mut buffer).unwrap() else {
-            panic!("no message")
-        };
+        let Received::Message(3, fds) = receive(&theirs, &mut buffer).unwrap() else { panic!("no message") };
         assert_eq!((&buffer[..3], fds.len()), (&b"two"[..], 0));
         assert!(matches!(receive(&theirs, &mut buffer).unwrap(), Received::Empty));
         drop(ours);

@@ -40,12 +40,7 @@ impl Supervisor {
     pub fn start() -> std::io::Result<Arc<Self>> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        epoll::add(
-            &epoll,
-            &wake,
-            epoll::EventData::new_u64(WAKE),
-            epoll::EventFlags::IN,
-        )?;
+        epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
         let shared = Arc::new(Shared {
             epoll,
             wake,
@@ -54,13 +49,8 @@ impl Supervisor {
             conns: Mutex::default(),
         });
         let watcher = Watcher::new(Arc::clone(&shared));
-        let thread = std::thread::Builder::new()
-            .name("supervisor".into())
-            .spawn(move || watcher.run())?;
-        Ok(Arc::new(Self {
-            shared,
-            thread: Mutex::new(Some(thread)),
-        }))
+        let thread = std::thread::Builder::new().name("supervisor".into()).spawn(move || watcher.run())?;
+        Ok(Arc::new(Self { shared, thread: Mutex::new(Some(thread)) }))
     }
 
     /// Number of VMM processes and sockets being watched.
@@ -98,11 +88,7 @@ impl Drop for Supervisor {
         self.shared.stop.store(true, Ordering::Release);
         // An eventfd counter at its limit is readable already.
         let _ = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
-        let thread = self
-            .thread
-            .get_mut()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .take();
+        let thread = self.thread.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         if let Some(thread) = thread {
             // The last handle may be dropped by a sink, on the thread itself.
             if thread.thread().id() != std::thread::current().id() {
@@ -124,9 +110,7 @@ fn token(key: u64, side: Side) -> u64 {
 
 impl Shared {
     pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<u64, Arc<Conn>>> {
-        self.conns
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.conns.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     pub(super) fn adopt(&self, conn: &Arc<Conn>, pid: u32, pidfd: OwnedFd) -> Result<(), Errno> {
@@ -150,19 +134,14 @@ impl Shared {
 
 impl std::fmt::Debug for Supervisor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Supervisor")
-            .field("watched", &self.watched())
-            .finish()
+        f.debug_struct("Supervisor").field("watched", &self.watched()).finish()
     }
 }
 
 /// Whether the process behind `pidfd` still runs (a zombie does not). Cost: one `poll`.
 pub(crate) fn is_alive(pidfd: &OwnedFd) -> bool {
     use rustix::event::{PollFd, PollFlags, poll};
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     matches!(poll(&mut [PollFd::new(pidfd, PollFlags::IN)], Some(&now)), Ok(0))
 }
 
@@ -187,22 +166,10 @@ mod tests {
         let pid = rustix::process::Pid::from_child(&child);
         let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
         supervisor.adopt(&conn, child.id(), pidfd).unwrap();
-        let end = conn
-            .wait_ended(Deadline::after(Duration::from_secs(10)))
-            .expect("it exits");
-        assert_eq!(
-            end,
-            End {
-                reason: None,
-                exit_status: Some(7),
-                signal: None
-            }
-        );
+        let end = conn.wait_ended(Deadline::after(Duration::from_secs(10))).expect("it exits");
+        assert_eq!(end, End { reason: None, exit_status: Some(7), signal: None });
         let notice = events.next(Deadline::after(Duration::from_secs(10)));
-        assert!(
-            matches!(notice, Some(crate::control::Notice::Ended { .. })),
-            "{notice:?}"
-        );
+        assert!(matches!(notice, Some(crate::control::Notice::Ended { .. })), "{notice:?}");
         assert_eq!(supervisor.watched(), 0);
     }
 
@@ -214,9 +181,7 @@ mod tests {
         let conn = supervisor.register("x".into(), ours, sink).unwrap();
         let deadline = Deadline::after(Duration::from_secs(10));
         super::super::socket::send(theirs.as_fd(), b"{]", &[], deadline).unwrap();
-        let error = conn
-            .request(offshoot_protocol::control::Request::Status, &[], deadline)
-            .unwrap_err();
+        let error = conn.request(offshoot_protocol::control::Request::Status, &[], deadline).unwrap_err();
         assert!(matches!(error, crate::control::ChannelError::Closed), "{error:?}");
     }
 }

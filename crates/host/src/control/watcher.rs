@@ -87,12 +87,8 @@ impl Watcher {
     }
 
     fn timeout(&self) -> Option<Timespec> {
-        let next = self
-            .dying
-            .iter()
-            .map(|dying| dying.until)
-            .chain(self.closing.iter().map(|(_, at)| *at))
-            .min()?;
+        let next =
+            self.dying.iter().map(|dying| dying.until).chain(self.closing.iter().map(|(_, at)| *at)).min()?;
         Timespec::try_from(next.left()).ok()
     }
 
@@ -114,14 +110,7 @@ impl Watcher {
             }
         };
         match received {
-            Ok((
-                Message::Event(Event::ChildExited {
-                    pid,
-                    exit_status,
-                    signal,
-                }),
-                _,
-            )) => {
+            Ok((Message::Event(Event::ChildExited { pid, exit_status, signal }), _)) => {
                 self.child_exited(pid, exit_status, signal);
             }
             Ok((message, fds)) => {
@@ -162,8 +151,7 @@ impl Watcher {
         if !alive {
             self.shared.lock().remove(&conn.key);
         } else if !ended {
-            self.closing
-                .push((Arc::clone(conn), Deadline::after(CLOSE_GRACE)));
+            self.closing.push((Arc::clone(conn), Deadline::after(CLOSE_GRACE)));
         }
     }
 
@@ -188,11 +176,7 @@ impl Watcher {
         } else {
             let until = Deadline::after(STATUS_GRACE);
             self.unreaped.push(pidfd);
-            self.dying.push(Dying {
-                conn: Arc::clone(conn),
-                pid,
-                until,
-            });
+            self.dying.push(Dying { conn: Arc::clone(conn), pid, until });
         }
         self.sweep();
     }
@@ -213,8 +197,7 @@ impl Watcher {
     /// Forgets the ended processes that somebody has reaped, and reaps those that have become ours because the process
     /// that forked them ended.
     fn sweep(&mut self) {
-        self.unreaped
-            .retain(|pidfd| reap(pidfd).is_none() && !is_reaped(pidfd));
+        self.unreaped.retain(|pidfd| reap(pidfd).is_none() && !is_reaped(pidfd));
     }
 
     fn expire(&mut self) {
@@ -253,10 +236,7 @@ impl Watcher {
 
 /// Exit status or signal of an ended process, if it is ours to reap.
 fn reap(pidfd: &OwnedFd) -> Option<(Option<i32>, Option<i32>)> {
-    match waitid(
-        WaitId::PidFd(pidfd.as_fd()),
-        WaitIdOptions::EXITED | WaitIdOptions::NOHANG,
-    ) {
+    match waitid(WaitId::PidFd(pidfd.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
         Ok(Some(status)) => Some((status.exit_status(), status.terminating_signal())),
         // `ECHILD`: the process that forked it reaps it.
         Ok(None) | Err(_) => None,
@@ -267,10 +247,7 @@ fn reap(pidfd: &OwnedFd) -> Option<(Option<i32>, Option<i32>)> {
 fn is_reaped(pidfd: &OwnedFd) -> bool {
     use std::os::fd::AsRawFd;
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()));
-    info.map_or(true, |text| {
-        text.lines()
-            .any(|line| line.split_whitespace().eq(["Pid:", "-1"]))
-    })
+    info.map_or(true, |text| text.lines().any(|line| line.split_whitespace().eq(["Pid:", "-1"])))
 }
 
 /// Waits until the process has ended, or the deadline.

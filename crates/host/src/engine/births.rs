@@ -70,20 +70,12 @@ impl Host {
         self.check_request(spec.count, &spec.env)?;
         let template = self.find_template(&spec.template)?;
         if let Some(end) = template.zygote.ended() {
-            return Err(SandboxError::TemplateLost {
-                name: template.name.clone(),
-                end: end.to_string(),
-            });
+            return Err(SandboxError::TemplateLost { name: template.name.clone(), end: end.to_string() });
         }
         if let Some(name) = &spec.name {
             self.check_name(name, spec.count)?;
         }
-        let descent = Descent {
-            template: template.name.clone(),
-            parent: None,
-            depth: 0,
-            generation: 1,
-        };
+        let descent = Descent { template: template.name.clone(), parent: None, depth: 0, generation: 1 };
         self.give_birth(Birth {
             source: &template.zygote,
             descent,
@@ -108,14 +100,7 @@ impl Host {
             depth: parent.descent.depth + 1,
             generation: parent.descent.generation + 1,
         };
-        let birth = Birth {
-            source: &vmm,
-            descent,
-            count: spec.count,
-            name: None,
-            env: &spec.env,
-            called_ns,
-        };
+        let birth = Birth { source: &vmm, descent, count: spec.count, name: None, env: &spec.env, called_ns };
         self.give_birth(birth)
     }
 
@@ -123,22 +108,14 @@ impl Host {
         let most = self.config.max_children;
         if !(1..=most).contains(&count) {
             let problem = format!("{count} is not within 1 to {most}");
-            return Err(SandboxError::Field {
-                field: "count",
-                problem,
-            });
+            return Err(SandboxError::Field { field: "count", problem });
         }
         let bad = |key: &String| key.is_empty() || key.contains(['=', '\0']);
-        if let Some(key) = env
-            .iter()
-            .find(|(key, value)| bad(key) || value.contains('\0'))
-            .map(|(key, _)| key)
+        if let Some(key) =
+            env.iter().find(|(key, value)| bad(key) || value.contains('\0')).map(|(key, _)| key)
         {
             let problem = format!("has a variable {key:?} that no process can have");
-            return Err(SandboxError::Field {
-                field: "env",
-                problem,
-            });
+            return Err(SandboxError::Field { field: "env", problem });
         }
         Ok(())
     }
@@ -146,17 +123,11 @@ impl Host {
     fn check_name(&self, name: &str, count: u32) -> Result<(), SandboxError> {
         if count != 1 {
             let problem = format!("{name:?} cannot be given to {count} sandboxes");
-            return Err(SandboxError::Field {
-                field: "name",
-                problem,
-            });
+            return Err(SandboxError::Field { field: "name", problem });
         }
         if !is_valid_name(name) {
             let problem = format!("{name:?} is not of the form [a-z0-9][a-z0-9_.-]{{0,62}}");
-            return Err(SandboxError::Field {
-                field: "name",
-                problem,
-            });
+            return Err(SandboxError::Field { field: "name", problem });
         }
         Ok(())
     }
@@ -167,17 +138,11 @@ impl Host {
         let _permit = self
             .forks
             .acquire(Deadline::after(turn))
-            .ok_or(SandboxError::Busy {
-                most: self.forks.most(),
-                seconds: turn.as_secs(),
-            })?;
+            .ok_or(SandboxError::Busy { most: self.forks.most(), seconds: turn.as_secs() })?;
         let mut slots: Vec<Slot> = (0..birth.count).map(|_| None).collect();
         let (unborn, children) = self.prepare(&birth, &mut slots)?;
         let deadline = Deadline::after(self.config.fork_time(birth.count));
-        let options = ForkOptions {
-            deadline,
-            sink: Arc::clone(&self.ends),
-        };
+        let options = ForkOptions { deadline, sink: Arc::clone(&self.ends) };
         let forked = birth.source.fork(children, &options);
         let times = forked.as_ref().ok().map(|outcome| outcome.times.into());
         match forked {
@@ -189,20 +154,12 @@ impl Host {
                 }
             }
         }
-        let results = slots
-            .into_iter()
-            .map(|slot| slot.expect("every child has come to its end above"));
-        Ok(Offspring {
-            results: results.collect(),
-            times,
-        })
+        let results = slots.into_iter().map(|slot| slot.expect("every child has come to its end above"));
+        Ok(Offspring { results: results.collect(), times })
     }
 
     /// Makes what each child needs before the fork. One that cannot be prepared is settled here.
-    #[expect(
-        clippy::type_complexity,
-        reason = "two lists of the same length that part ways at once"
-    )]
+    #[expect(clippy::type_complexity, reason = "two lists of the same length that part ways at once")]
     fn prepare(
         &self,
         birth: &Birth<'_>,
@@ -221,18 +178,10 @@ impl Host {
             };
             let sandbox = Sandbox::starting(id.clone(), birth.name.clone(), birth.descent.clone(), dir);
             if let Err(error) = self.enter(&sandbox) {
-                unborn
-                    .iter()
-                    .for_each(|(_, entered): &(usize, Arc<Sandbox>)| self.forget(entered));
+                unborn.iter().for_each(|(_, entered): &(usize, Arc<Sandbox>)| self.forget(entered));
                 return Err(error);
             }
-            children.push((
-                ChildSpec {
-                    id,
-                    vm_generation: hex_id(),
-                },
-                resources,
-            ));
+            children.push((ChildSpec { id, vm_generation: hex_id() }, resources));
             unborn.push((index, sandbox));
         }
         Ok((unborn, children))
@@ -245,10 +194,7 @@ impl Host {
             return Err(SandboxError::ShuttingDown);
         }
         if let Some(name) = &sandbox.name
-            && registry
-                .sandboxes
-                .values()
-                .any(|other| other.name.as_ref() == Some(name) || other.id == *name)
+            && registry.sandboxes.values().any(|other| other.name.as_ref() == Some(name) || other.id == *name)
         {
             return Err(SandboxError::NameTaken { name: name.clone() });
         }
@@ -271,11 +217,8 @@ impl Host {
     ) {
         let count = unborn.len();
         let returned_ns = outcome.returned_ns;
-        let work: Vec<_> = unborn
-            .into_iter()
-            .zip(outcome.children)
-            .map(|work| Mutex::new(Some(work)))
-            .collect();
+        let work: Vec<_> =
+            unborn.into_iter().zip(outcome.children).map(|work| Mutex::new(Some(work))).collect();
         let next = AtomicUsize::new(0);
         let done = Mutex::new(Vec::with_capacity(count));
         let worker = || {
@@ -288,9 +231,7 @@ impl Host {
                 if result.is_err() {
                     self.forget(&sandbox);
                 }
-                done.lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push((index, result));
+                done.lock().unwrap_or_else(PoisonError::into_inner).push((index, result));
             }
         };
         std::thread::scope(|scope| {
@@ -321,35 +262,21 @@ impl Host {
         let vmm = sandbox.attach(vmm).ok_or(SandboxError::ShuttingDown)?;
         let dir = sandbox.dir().ok_or(SandboxError::ShuttingDown)?;
         let limit = self.config.identity_timeout;
-        let of = IdentityOf {
-            sandbox_id: &sandbox.id,
-            generation: sandbox.descent.generation,
-            env: birth.env,
-        };
+        let of =
+            IdentityOf { sandbox_id: &sandbox.id, generation: sandbox.descent.generation, env: birth.env };
         let keep_on = || vmm.ended().is_none() && !self.closing.is_cancelled();
         let given = give_identity(&dir.vsock_path(), &of, Deadline::after(limit), &keep_on);
         let times = given.map_err(|source| match vmm.ended() {
             Some(end) => {
-                let message = format!(
-                    "{end}, before its identity was acknowledged; {}",
-                    dir.last_words(5)
-                );
+                let message = format!("{end}, before its identity was acknowledged; {}", dir.last_words(5));
                 let kind = offshoot_protocol::control::ErrorKind::Host;
                 let source = offshoot_protocol::control::ControlError { kind, message };
                 SandboxError::Child { id: id(), source }
             }
-            None => SandboxError::Identity {
-                id: id(),
-                seconds: limit.as_secs(),
-                source,
-            },
+            None => SandboxError::Identity { id: id(), seconds: limit.as_secs(), source },
         })?;
         for hook in &times.failed_hooks {
-            tracing::warn!(
-                sandbox = sandbox.id,
-                hook,
-                "a hook of the guest's on-fork.d failed"
-            );
+            tracing::warn!(sandbox = sandbox.id, hook, "a hook of the guest's on-fork.d failed");
         }
         let since = |ns: u64| ms(ns.saturating_sub(birth.called_ns));
         let stop_lines = StopLines {
@@ -358,11 +285,7 @@ impl Host {
             agent_replied_ms: since(times.replied_ns),
             identity_applied_ms: since(times.applied_ns),
         };
-        if sandbox.mark_running(stop_lines) {
-            Ok(sandbox.info())
-        } else {
-            Err(SandboxError::ShuttingDown)
-        }
+        if sandbox.mark_running(stop_lines) { Ok(sandbox.info()) } else { Err(SandboxError::ShuttingDown) }
     }
 }
 
@@ -372,21 +295,12 @@ pub(super) fn not_running(sandbox: &Sandbox) -> SandboxError {
         SandboxState::Starting => "starting",
         SandboxState::Running | SandboxState::Dead => "dead",
     };
-    SandboxError::NotRunning {
-        id: sandbox.id.clone(),
-        state,
-        cause: sandbox.cause(),
-    }
+    SandboxError::NotRunning { id: sandbox.id.clone(), state, cause: sandbox.cause() }
 }
 
 fn fork_failed(id: &str, error: &VmmError) -> SandboxError {
     let message = Report::of(error).message;
-    SandboxError::Fork {
-        id: id.to_owned(),
-        kind: error.kind(),
-        code: error.code(),
-        message,
-    }
+    SandboxError::Fork { id: id.to_owned(), kind: error.kind(), code: error.code(), message }
 }
 
 /// The time of a call that comes in now.

@@ -23,50 +23,31 @@ impl Host {
     /// Fails where the program cannot be run, does not end in time, or prints no JSON.
     pub fn probe(&self) -> Result<serde_json::Value, DoctorError> {
         let program = self.config.vmm.clone();
-        let run = |source| DoctorError::Run {
-            program: program.clone(),
-            source,
-        };
+        let run = |source| DoctorError::Run { program: program.clone(), source };
         let mut command = Command::new(&program);
-        command
-            .arg("--probe")
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
+        command.arg("--probe").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().map_err(run)?;
         let readers = [
-            child
-                .stdout
-                .take()
-                .map(|pipe| read_in_background(OwnedFd::from(pipe))),
-            child
-                .stderr
-                .take()
-                .map(|pipe| read_in_background(OwnedFd::from(pipe))),
+            child.stdout.take().map(|pipe| read_in_background(OwnedFd::from(pipe))),
+            child.stderr.take().map(|pipe| read_in_background(OwnedFd::from(pipe))),
         ];
         // Not waited for yet, so the number still names this child.
         let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
-        let ended = pidfd
-            .and_then(|pidfd| wait(&pidfd, Deadline::after(TIMEOUT)))
-            .map_err(|e| run(e.into()))?;
+        let ended =
+            pidfd.and_then(|pidfd| wait(&pidfd, Deadline::after(TIMEOUT))).map_err(|e| run(e.into()))?;
         if !ended {
             child.kill().map_err(run)?;
         }
         let status = child.wait().map_err(run)?;
         let [stdout, stderr] = readers.map(|reader| reader.and_then(|r| r.join().ok()).unwrap_or_default());
         if !ended {
-            return Err(DoctorError::TimedOut {
-                program,
-                seconds: TIMEOUT.as_secs(),
-            });
+            return Err(DoctorError::TimedOut { program, seconds: TIMEOUT.as_secs() });
         }
         // A probe that finds fault may end with a failure and still report.
         serde_json::from_slice(&stdout).map_err(|_| DoctorError::Failed {
             program,
             status: status.to_string(),
-            output: String::from_utf8_lossy(&[stdout, stderr].concat())
-                .trim()
-                .to_owned(),
+            output: String::from_utf8_lossy(&[stdout, stderr].concat()).trim().to_owned(),
         })
     }
 }
@@ -75,9 +56,8 @@ fn read_in_background(pipe: OwnedFd) -> std::thread::JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         // What could be read counts; a broken pipe shows in the exit status.
-        let _ = io::Read::by_ref(&mut std::fs::File::from(pipe))
-            .take(MAX_OUTPUT_BYTES)
-            .read_to_end(&mut bytes);
+        let _ =
+            io::Read::by_ref(&mut std::fs::File::from(pipe)).take(MAX_OUTPUT_BYTES).read_to_end(&mut bytes);
         bytes
     })
 }

@@ -52,11 +52,7 @@ impl Host {
     /// Fails where the registry's directory cannot be read.
     pub fn images(&self) -> Result<Vec<ImageInfo>, ImageStoreError> {
         let dir = self.config.images_dir();
-        let store = |source| ImageStoreError::Store {
-            doing: "read",
-            path: dir.clone(),
-            source,
-        };
+        let store = |source| ImageStoreError::Store { doing: "read", path: dir.clone(), source };
         let mut images = Vec::new();
         for entry in std::fs::read_dir(&dir).map_err(store)? {
             let name = entry.map_err(store)?.file_name().to_string_lossy().into_owned();
@@ -84,14 +80,9 @@ impl Host {
     pub(super) fn open_image(&self, name: &str) -> Result<Image, ImageStoreError> {
         let path = self.image_path(name)?;
         if !path.is_dir() {
-            return Err(ImageStoreError::NotFound {
-                name: name.to_owned(),
-            });
+            return Err(ImageStoreError::NotFound { name: name.to_owned() });
         }
-        Image::open(&path).map_err(|source| ImageStoreError::Image {
-            name: name.to_owned(),
-            source,
-        })
+        Image::open(&path).map_err(|source| ImageStoreError::Image { name: name.to_owned(), source })
     }
 
     /// Makes an image. It appears whole or not at all; parts stay in the cache for the next time.
@@ -105,25 +96,16 @@ impl Host {
         on_progress: &mut dyn FnMut(Progress),
     ) -> Result<ImageInfo, ImageStoreError> {
         let path = self.image_path(name)?;
-        let exists = || ImageStoreError::Exists {
-            name: name.to_owned(),
-        };
+        let exists = || ImageStoreError::Exists { name: name.to_owned() };
         if path.exists() || !self.lock().making_images.insert(name.to_owned()) {
             return Err(exists());
         }
         let _making = Making { host: self, name };
-        let failed = |source| ImageStoreError::Image {
-            name: name.to_owned(),
-            source,
-        };
+        let failed = |source| ImageStoreError::Image { name: name.to_owned(), source };
         let image = match source {
             ImageSource::Files(files) => {
                 let message = format!("copying {}", files.rootfs.display());
-                on_progress(Progress {
-                    step: "import",
-                    message,
-                    done_of: Some((0, 1)),
-                });
+                on_progress(Progress { step: "import", message, done_of: Some((0, 1)) });
                 Image::import_files(&files, &path)
             }
             ImageSource::Debian(spec) => {
@@ -151,32 +133,15 @@ impl Host {
         // Held over the renaming: a build that begins meanwhile must not find the image half gone.
         let registry = self.lock();
         if !path.is_dir() {
-            return Err(ImageStoreError::NotFound {
-                name: name.to_owned(),
-            });
+            return Err(ImageStoreError::NotFound { name: name.to_owned() });
         }
-        let built = registry
-            .templates
-            .values()
-            .filter(|t| t.spec.image == name)
-            .map(|t| t.name.clone());
-        let building = registry
-            .making_templates
-            .iter()
-            .filter(|(_, image)| *image == name);
-        let templates: Vec<String> = built
-            .chain(building.map(|(template, _)| template.clone()))
-            .collect();
+        let built = registry.templates.values().filter(|t| t.spec.image == name).map(|t| t.name.clone());
+        let building = registry.making_templates.iter().filter(|(_, image)| *image == name);
+        let templates: Vec<String> = built.chain(building.map(|(template, _)| template.clone())).collect();
         if !templates.is_empty() {
-            return Err(ImageStoreError::InUse {
-                name: name.to_owned(),
-                templates,
-            });
+            return Err(ImageStoreError::InUse { name: name.to_owned(), templates });
         }
-        let grave = self
-            .config
-            .images_dir()
-            .join(format!(".removed-{}", crate::ids::sandbox_id()));
+        let grave = self.config.images_dir().join(format!(".removed-{}", crate::ids::sandbox_id()));
         let store = |doing, path: &Path| {
             let path = path.to_owned();
             move |source| ImageStoreError::Store { doing, path, source }
@@ -190,9 +155,7 @@ impl Host {
         if is_valid_name(name) {
             Ok(self.config.images_dir().join(name))
         } else {
-            Err(ImageStoreError::Name {
-                name: name.to_owned(),
-            })
+            Err(ImageStoreError::Name { name: name.to_owned() })
         }
     }
 }

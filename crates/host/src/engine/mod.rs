@@ -91,10 +91,8 @@ impl Host {
     pub fn start(config: HostConfig) -> Result<Arc<Self>, StartError> {
         prepare_run_dir(&config.run_dir)?;
         let images = config.images_dir();
-        std::fs::create_dir_all(&images).map_err(|source| StartError::StateDir {
-            path: images.clone(),
-            source,
-        })?;
+        std::fs::create_dir_all(&images)
+            .map_err(|source| StartError::StateDir { path: images.clone(), source })?;
         images::remove_unfinished(&images);
         let supervisor = Supervisor::start().map_err(StartError::Thread)?;
         let (sender, receiver) = channel();
@@ -108,9 +106,7 @@ impl Host {
         });
         let weak = Arc::downgrade(&host);
         let thread = std::thread::Builder::new().name("housekeeper".into());
-        thread
-            .spawn(move || keep_house(&weak, &receiver))
-            .map_err(StartError::Thread)?;
+        thread.spawn(move || keep_house(&weak, &receiver)).map_err(StartError::Thread)?;
         Ok(host)
     }
 
@@ -129,10 +125,7 @@ impl Host {
         self.closing.cancel();
         let (sandboxes, templates) = {
             let mut registry = self.lock();
-            (
-                std::mem::take(&mut registry.sandboxes),
-                std::mem::take(&mut registry.templates),
-            )
+            (std::mem::take(&mut registry.sandboxes), std::mem::take(&mut registry.templates))
         };
         for sandbox in sandboxes.into_values() {
             sandbox.release();
@@ -158,10 +151,7 @@ fn keep_house(host: &Weak<Host>, ends: &Receiver<(String, u64, End)>) {
         let Some(host) = host.upgrade() else { return };
         let (sandbox, template) = {
             let registry = host.lock();
-            let template = registry
-                .templates
-                .values()
-                .find(|template| template.zygote.key() == key);
+            let template = registry.templates.values().find(|template| template.zygote.key() == key);
             (registry.sandboxes.get(&id).cloned(), template.cloned())
         };
         if let Some(sandbox) = sandbox {
@@ -175,8 +165,6 @@ fn keep_house(host: &Weak<Host>, ends: &Receiver<(String, u64, End)>) {
 
 impl std::fmt::Debug for Host {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Host")
-            .field("config", &self.config)
-            .finish_non_exhaustive()
+        f.debug_struct("Host").field("config", &self.config).finish_non_exhaustive()
     }
 }

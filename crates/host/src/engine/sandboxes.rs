@@ -25,12 +25,7 @@ impl Host {
 
     pub(super) fn find_sandbox(&self, id: &str) -> Result<Arc<Sandbox>, SandboxError> {
         let registry = self.lock();
-        let by_name = || {
-            registry
-                .sandboxes
-                .values()
-                .find(|sandbox| sandbox.name.as_deref() == Some(id))
-        };
+        let by_name = || registry.sandboxes.values().find(|sandbox| sandbox.name.as_deref() == Some(id));
         let found = registry.sandboxes.get(id).or_else(by_name).cloned();
         found.ok_or_else(|| SandboxError::NotFound { id: id.to_owned() })
     }
@@ -53,14 +48,9 @@ impl Host {
     /// Fails where there is none, or its log cannot be read.
     pub fn console(&self, id: &str, max_bytes: u64) -> Result<Vec<u8>, SandboxError> {
         let sandbox = self.find_sandbox(id)?;
-        let dir = sandbox
-            .dir()
-            .ok_or_else(|| SandboxError::NotFound { id: id.to_owned() })?;
+        let dir = sandbox.dir().ok_or_else(|| SandboxError::NotFound { id: id.to_owned() })?;
         let read = dir.console_tail(max_bytes);
-        read.map_err(|source| SandboxError::Console {
-            id: sandbox.id.clone(),
-            source,
-        })
+        read.map_err(|source| SandboxError::Console { id: sandbox.id.clone(), source })
     }
 
     /// Ends a sandbox and forgets it. Its forks live on.
@@ -79,10 +69,7 @@ impl Host {
         if let Some(vmm) = sandbox.running()
             && vmm.stop(Deadline::after(self.config.stop_timeout)).is_none()
         {
-            tracing::error!(
-                sandbox = sandbox.id,
-                "its VMM outlived SIGKILL; it is reaped when it ends"
-            );
+            tracing::error!(sandbox = sandbox.id, "its VMM outlived SIGKILL; it is reaped when it ends");
         }
         sandbox.release();
         Ok(())

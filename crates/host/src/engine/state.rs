@@ -155,11 +155,7 @@ impl Sandbox {
     /// The VMM, while the sandbox is running.
     pub(super) fn running(&self) -> Option<Arc<Vmm>> {
         let live = self.lock();
-        if live.state == SandboxState::Running {
-            live.vmm.clone()
-        } else {
-            None
-        }
+        if live.state == SandboxState::Running { live.vmm.clone() } else { None }
     }
 
     pub(super) fn dir(&self) -> Option<Arc<SandboxDir>> {

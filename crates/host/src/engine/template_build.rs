@@ -68,31 +68,18 @@ impl TemplateSpec {
     fn check(&self) -> Result<(), TemplateError> {
         let wrong = |setting, problem: String| Err(TemplateError::Setting { setting, problem });
         if !is_valid_name(&self.name) {
-            return wrong(
-                "name",
-                format!("{:?} is not of the form [a-z0-9][a-z0-9_.-]{{0,62}}", self.name),
-            );
+            return wrong("name", format!("{:?} is not of the form [a-z0-9][a-z0-9_.-]{{0,62}}", self.name));
         }
         if !(128..=12288).contains(&self.memory_mib) {
-            return wrong(
-                "memory_mib",
-                format!("{} is not within 128 to 12288", self.memory_mib),
-            );
+            return wrong("memory_mib", format!("{} is not within 128 to 12288", self.memory_mib));
         }
         if !(1..=8).contains(&self.vcpus) {
             return wrong("vcpus", format!("{} is not within 1 to 8", self.vcpus));
         }
         if self.cmdline.len() > MAX_CMDLINE_BYTES || self.cmdline.contains(['\n', '\0']) {
-            return wrong(
-                "cmdline",
-                format!("is not one line of at most {MAX_CMDLINE_BYTES} bytes"),
-            );
+            return wrong("cmdline", format!("is not one line of at most {MAX_CMDLINE_BYTES} bytes"));
         }
-        if self
-            .warm
-            .as_ref()
-            .is_some_and(|warm| warm.source.len() > MAX_WARM_BYTES)
-        {
+        if self.warm.as_ref().is_some_and(|warm| warm.source.len() > MAX_WARM_BYTES) {
             return wrong(
                 "warm.source",
                 format!("is longer than {MAX_WARM_BYTES} bytes; put data into the image"),
@@ -140,29 +127,14 @@ impl Host {
         spec.check()?;
         let _making = self.reserve(&spec)?;
         let mut step = |step, message: String, done| {
-            on_progress(Progress {
-                step,
-                message,
-                done_of: Some((done, 4)),
-            });
+            on_progress(Progress { step, message, done_of: Some((done, 4)) });
         };
-        step(
-            "boot",
-            format!("booting image {} with {} MiB", spec.image, spec.memory_mib),
-            0,
-        );
+        step("boot", format!("booting image {} with {} MiB", spec.image, spec.memory_mib), 0);
         let build = self.begin_build(&spec, cancel)?;
         let version = build.await_agent()?;
-        let mut times = BuildTimes {
-            boot_ms: build.elapsed_ms(),
-            ..BuildTimes::default()
-        };
+        let mut times = BuildTimes { boot_ms: build.elapsed_ms(), ..BuildTimes::default() };
         if let Some(warm) = &spec.warm {
-            step(
-                "warm",
-                format!("agent {version} is up; running {}", warm.file_name),
-                1,
-            );
+            step("warm", format!("agent {version} is up; running {}", warm.file_name), 1);
             let output = build.warm(warm)?;
             times.warm_ms = build.elapsed_ms() - times.boot_ms;
             if !output.is_empty() {
@@ -185,13 +157,9 @@ impl Host {
         let mut registry = self.lock();
         // Shutdown empties the registry once; what comes later must not outlive it.
         if self.closing.is_cancelled() {
-            return Err(TemplateError::Cancelled {
-                name: spec.name.clone(),
-            });
+            return Err(TemplateError::Cancelled { name: spec.name.clone() });
         }
-        registry
-            .templates
-            .insert(spec.name.clone(), Arc::clone(&template));
+        registry.templates.insert(spec.name.clone(), Arc::clone(&template));
         drop(registry);
         step("done", format!("{} bytes in layers", frozen.layer_bytes), 4);
         Ok(info(&template, Vec::new()))
@@ -220,26 +188,14 @@ impl Host {
         let (dir, fds) = SandboxDir::create(&self.config.run_dir, &id).map_err(resources)?;
         let began_ns = monotonic_ns();
         let stderr = dir.stderr().map_err(resources)?;
-        let options = SpawnOptions {
-            program: &self.config.vmm,
-            id: &id,
-            stderr,
-            sink: Arc::new(Ignore),
-        };
+        let options = SpawnOptions { program: &self.config.vmm, id: &id, stderr, sink: Arc::new(Ignore) };
         let vmm = Vmm::spawn(&self.supervisor, options);
         let vmm = vmm.map_err(|source| TemplateError::Vmm {
             name: name(),
             console: String::new(),
             source: Box::new(source),
         })?;
-        let build = Build {
-            host: self,
-            spec,
-            cancel,
-            vmm,
-            dir,
-            began_ns,
-        };
+        let build = Build { host: self, spec, cancel, vmm, dir, began_ns };
         let config = BootConfig {
             id,
             memory_mib: spec.memory_mib,
@@ -291,12 +247,9 @@ impl Build<'_> {
             return Err(TemplateError::Cancelled { name });
         }
         match self.vmm.ended() {
-            Some(end) => Err(TemplateError::GuestEnded {
-                name,
-                step,
-                end: end.to_string(),
-                console: self.console(),
-            }),
+            Some(end) => {
+                Err(TemplateError::GuestEnded { name, step, end: end.to_string(), console: self.console() })
+            }
             None => Ok(()),
         }
     }
@@ -319,9 +272,7 @@ impl Build<'_> {
                     self.vmm.kill();
                 }
             }
-            let done = worker
-                .join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            let done = worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             if self.cancel.is_cancelled() || self.host.closing.is_cancelled() {
                 self.check(step)?;
             }
@@ -346,12 +297,7 @@ impl Build<'_> {
             if deadline.is_over() {
                 let seconds = self.spec.boot_timeout.as_secs();
                 let (name, console) = (self.spec.name.clone(), self.console());
-                return Err(TemplateError::BootTimeout {
-                    name,
-                    seconds,
-                    console,
-                    source,
-                });
+                return Err(TemplateError::BootTimeout { name, seconds, console, source });
             }
             std::thread::sleep(LOOK);
         }
@@ -374,10 +320,7 @@ impl Build<'_> {
                     self.vmm.wait_ended(Deadline::after(Duration::from_secs(1)));
                 }
                 self.check("warm")?;
-                Err(TemplateError::Warm {
-                    name: self.spec.name.clone(),
-                    source,
-                })
+                Err(TemplateError::Warm { name: self.spec.name.clone(), source })
             }
         }
     }

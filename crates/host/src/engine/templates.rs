@@ -65,16 +65,9 @@ impl Host {
     pub fn templates(&self) -> Vec<TemplateInfo> {
         let templates: Vec<(Arc<Template>, Vec<String>)> = {
             let registry = self.lock();
-            registry
-                .templates
-                .values()
-                .map(|t| (Arc::clone(t), live_clones(&registry, &t.name)))
-                .collect()
+            registry.templates.values().map(|t| (Arc::clone(t), live_clones(&registry, &t.name))).collect()
         };
-        templates
-            .into_iter()
-            .map(|(template, clones)| info(&template, clones))
-            .collect()
+        templates.into_iter().map(|(template, clones)| info(&template, clones)).collect()
     }
 
     /// One template.
@@ -103,19 +96,12 @@ impl Host {
             let template = find(&registry, name)?;
             let clones = live_clones(&registry, name);
             if removal == Removal::IfUnused && !clones.is_empty() {
-                return Err(TemplateError::InUse {
-                    name: name.to_owned(),
-                    clones,
-                });
+                return Err(TemplateError::InUse { name: name.to_owned(), clones });
             }
             registry.templates.remove(name);
             template
         };
-        if template
-            .zygote
-            .stop(Deadline::after(self.config.stop_timeout))
-            .is_none()
-        {
+        if template.zygote.stop(Deadline::after(self.config.stop_timeout)).is_none() {
             tracing::error!(
                 template = name,
                 "the zygote did not end; it is killed when its last fork has ended"
@@ -136,19 +122,12 @@ pub enum Removal {
 
 fn find(registry: &Registry, name: &str) -> Result<Arc<Template>, TemplateError> {
     let template = registry.templates.get(name).cloned();
-    template.ok_or_else(|| TemplateError::NotFound {
-        name: name.to_owned(),
-    })
+    template.ok_or_else(|| TemplateError::NotFound { name: name.to_owned() })
 }
 
 fn live_clones(registry: &Registry, template: &str) -> Vec<String> {
     let live = |s: &&Arc<super::Sandbox>| s.descent.template == template && s.state() != SandboxState::Dead;
-    registry
-        .sandboxes
-        .values()
-        .filter(live)
-        .map(|sandbox| sandbox.id.clone())
-        .collect()
+    registry.sandboxes.values().filter(live).map(|sandbox| sandbox.id.clone()).collect()
 }
 
 pub(super) fn info(template: &Template, clones: Vec<String>) -> TemplateInfo {

@@ -38,25 +38,14 @@ impl Host {
         let registry = self.lock();
         let mut roots: BTreeMap<&str, &'static str> = BTreeMap::new();
         for template in registry.templates.values() {
-            roots.insert(
-                &template.name,
-                if template.zygote.ended().is_some() {
-                    "lost"
-                } else {
-                    "ready"
-                },
-            );
+            roots.insert(&template.name, if template.zygote.ended().is_some() { "lost" } else { "ready" });
         }
         // Children by the id of their parent, or by `None` and template.
         let mut children: BTreeMap<(Option<&str>, &str), Vec<&Arc<Sandbox>>> = BTreeMap::new();
         for sandbox in registry.sandboxes.values() {
             let template = sandbox.descent.template.as_str();
             roots.entry(template).or_insert("removed");
-            let parent = sandbox
-                .descent
-                .parent
-                .as_deref()
-                .filter(|id| registry.sandboxes.contains_key(*id));
+            let parent = sandbox.descent.parent.as_deref().filter(|id| registry.sandboxes.contains_key(*id));
             children.entry((parent, template)).or_default().push(sandbox);
         }
         let node = |(name, state): (&str, &'static str)| Node {
@@ -84,8 +73,5 @@ fn below(
         },
         children: below(Some(&sandbox.id), template, children),
     };
-    children
-        .get(&(parent, template))
-        .map(|nodes| nodes.iter().map(node).collect())
-        .unwrap_or_default()
+    children.get(&(parent, template)).map(|nodes| nodes.iter().map(node).collect()).unwrap_or_default()
 }

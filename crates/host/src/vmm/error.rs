@@ -75,10 +75,7 @@ impl Fault for VmmError {
         match self {
             Self::Spawn { .. } | Self::Ended { .. } => ErrorKind::Host,
             Self::Prepare { source, .. } => of_io(source).0,
-            Self::Channel {
-                source: ChannelError::TimedOut | ChannelError::Closed,
-                ..
-            } => ErrorKind::Host,
+            Self::Channel { source: ChannelError::TimedOut | ChannelError::Closed, .. } => ErrorKind::Host,
             Self::Channel { .. } | Self::Answer { .. } => ErrorKind::Bug,
             Self::Refused { source, .. } => source.kind,
         }
@@ -88,15 +85,8 @@ impl Fault for VmmError {
         match self {
             Self::Spawn { .. } => "vmm_not_started",
             Self::Prepare { source, .. } => of_io(source).1,
-            Self::Channel {
-                source: ChannelError::TimedOut,
-                ..
-            } => "vmm_timeout",
-            Self::Channel {
-                source: ChannelError::Closed,
-                ..
-            }
-            | Self::Ended { .. } => "vmm_ended",
+            Self::Channel { source: ChannelError::TimedOut, .. } => "vmm_timeout",
+            Self::Channel { source: ChannelError::Closed, .. } | Self::Ended { .. } => "vmm_ended",
             Self::Channel { .. } | Self::Answer { .. } => "vmm_protocol",
             Self::Refused { .. } => "vmm_refused",
         }
@@ -107,10 +97,9 @@ impl Fault for VmmError {
             Self::Spawn { .. } => {
                 Some("name the program with --vmm, or put offshoot-vmm beside offshootd".into())
             }
-            Self::Channel {
-                source: ChannelError::TimedOut,
-                ..
-            } => Some("the host may be overloaded; the daemon's log has the VMM's state".into()),
+            Self::Channel { source: ChannelError::TimedOut, .. } => {
+                Some("the host may be overloaded; the daemon's log has the VMM's state".into())
+            }
             Self::Refused { source, .. } if source.kind == ErrorKind::Unsupported => {
                 Some("`offshoot doctor` says what this host lacks".into())
             }

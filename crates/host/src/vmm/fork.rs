@@ -44,19 +44,14 @@ impl Vmm {
         children: Vec<(ChildSpec, ChildResources)>,
         options: &ForkOptions,
     ) -> Result<ForkOutcome, VmmError> {
-        let _one_at_a_time = self
-            .forking
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let _one_at_a_time = self.forking.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let count =
             u32::try_from(children.len()).map_err(|_| self.answer("fork", "room for so many children"))?;
         let mut born = Vec::with_capacity(children.len());
         let mut announced = Vec::with_capacity(children.len());
         for (spec, resources) in children {
             let (ours, theirs) = pair().map_err(|errno| self.prepare("fork", errno))?;
-            let conn = self
-                .supervisor
-                .register(spec.id.clone(), ours, Arc::clone(&options.sink));
+            let conn = self.supervisor.register(spec.id.clone(), ours, Arc::clone(&options.sink));
             let conn = conn.map_err(|errno| self.prepare("fork", errno))?;
             born.push(Self::new(conn, &self.supervisor, Kind::Guest));
             announced.push((Request::Child(spec), vec![theirs, resources.vsock, resources.log]));
@@ -75,9 +70,7 @@ impl Vmm {
     /// A control socket for the twin: its owner, and the end to send.
     fn prepare_twin(&self) -> Result<(Vmm, OwnedFd), VmmError> {
         let (ours, theirs) = pair().map_err(|errno| self.prepare("fork", errno))?;
-        let conn = self
-            .supervisor
-            .register(self.conn.id.clone(), ours, Arc::new(Ignore));
+        let conn = self.supervisor.register(self.conn.id.clone(), ours, Arc::new(Ignore));
         let conn = conn.map_err(|errno| self.prepare("fork", errno))?;
         Ok((Self::new(conn, &self.supervisor, Kind::Zygote), theirs))
     }
@@ -91,36 +84,20 @@ impl Vmm {
         deadline: Deadline,
     ) -> Result<ForkOutcome, VmmError> {
         let twin_end: Vec<_> = twin.iter().map(|(_, theirs)| theirs.as_fd()).collect();
-        let answer = self.conn.request_with(
-            Request::Fork { count },
-            &twin_end,
-            announced.into_iter(),
-            deadline,
-        );
+        let answer =
+            self.conn.request_with(Request::Fork { count }, &twin_end, announced.into_iter(), deadline);
         let returned_ns = monotonic_ns();
         let (reply, fds) = self.outcome("fork", answer)?;
         let Reply::Forked(times) = reply else {
             return Err(self.answer("fork", "its times"));
         };
         if let Some((twin, _)) = twin {
-            let pidfd = fds
-                .into_iter()
-                .next()
-                .ok_or_else(|| self.answer("fork", "the twin's pidfd"))?;
+            let pidfd = fds.into_iter().next().ok_or_else(|| self.answer("fork", "the twin's pidfd"))?;
             // The twin is known by its pidfd alone; it ends when its children are forked.
-            self.supervisor
-                .adopt(&twin.conn, 0, pidfd)
-                .map_err(|errno| self.prepare("fork", errno))?;
+            self.supervisor.adopt(&twin.conn, 0, pidfd).map_err(|errno| self.prepare("fork", errno))?;
         }
-        let children = born
-            .into_iter()
-            .map(|child| child.await_birth(deadline))
-            .collect();
-        Ok(ForkOutcome {
-            children,
-            times,
-            returned_ns,
-        })
+        let children = born.into_iter().map(|child| child.await_birth(deadline)).collect();
+        Ok(ForkOutcome { children, times, returned_ns })
     }
 
     fn await_birth(self, deadline: Deadline) -> Result<Self, ControlError> {
@@ -129,10 +106,7 @@ impl Vmm {
             ForkState::Failed(error) => Err(error),
             ForkState::Pending => {
                 let message = format!("sandbox {} did not start within the deadline", self.conn.id);
-                Err(ControlError {
-                    kind: ErrorKind::Host,
-                    message,
-                })
+                Err(ControlError { kind: ErrorKind::Host, message })
             }
         }
     }

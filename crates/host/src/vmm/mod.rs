@@ -72,43 +72,26 @@ impl Vmm {
             source: source.into(),
         };
         let (ours, theirs) = pair().map_err(prepare)?;
-        let spawn = |source| VmmError::Spawn {
-            program: options.program.to_owned(),
-            source,
-        };
+        let spawn = |source| VmmError::Spawn { program: options.program.to_owned(), source };
         let mut command = Command::new(options.program);
         command.args(["--control-fd", &CONTROL_FD.to_string()]);
+        command.env_clear().stdin(Stdio::null()).stdout(Stdio::null()).stderr(options.stderr);
         command
-            .env_clear()
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(options.stderr);
-        command
-            .fd_mappings(vec![FdMapping {
-                parent_fd: theirs,
-                child_fd: CONTROL_FD,
-            }])
+            .fd_mappings(vec![FdMapping { parent_fd: theirs, child_fd: CONTROL_FD }])
             .map_err(|_| spawn(std::io::Error::other("descriptor 3 was mapped twice")))?;
         let child = command.spawn().map_err(spawn)?;
         // Holds the host's copy of the other end: without it the end of the VMM closes the socket.
         drop(command);
         // Not yet waited for, so the number still names this child.
         let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).map_err(prepare)?;
-        let conn = supervisor
-            .register(options.id.to_owned(), ours, options.sink)
-            .map_err(prepare)?;
+        let conn = supervisor.register(options.id.to_owned(), ours, options.sink).map_err(prepare)?;
         let vmm = Self::new(conn, supervisor, Kind::Guest);
         supervisor.adopt(&vmm.conn, child.id(), pidfd).map_err(prepare)?;
         Ok(vmm)
     }
 
     fn new(conn: Arc<Conn>, supervisor: &Arc<Supervisor>, kind: Kind) -> Self {
-        Self {
-            conn,
-            supervisor: Arc::clone(supervisor),
-            kind,
-            forking: Mutex::default(),
-        }
+        Self { conn, supervisor: Arc::clone(supervisor), kind, forking: Mutex::default() }
     }
 
     /// Boots a guest; `resources` become its vsock listener and console log.
@@ -122,8 +105,7 @@ impl Vmm {
         deadline: Deadline,
     ) -> Result<(), VmmError> {
         let fds = [resources.vsock.as_fd(), resources.log.as_fd()];
-        self.call("boot", Request::Boot(Box::new(config)), &fds, deadline)
-            .map(drop)
+        self.call("boot", Request::Boot(Box::new(config)), &fds, deadline).map(drop)
     }
 
     /// Freezes the guest into a template; the zygote that serves it is returned and this process ends.
@@ -137,11 +119,8 @@ impl Vmm {
     ) -> Result<(Vmm, FrozenInfo), VmmError> {
         let (ours, theirs) = pair().map_err(|errno| self.prepare("freeze", errno))?;
         let conn = self.supervisor.register(self.conn.id.clone(), ours, sink);
-        let zygote = Self::new(
-            conn.map_err(|errno| self.prepare("freeze", errno))?,
-            &self.supervisor,
-            Kind::Zygote,
-        );
+        let zygote =
+            Self::new(conn.map_err(|errno| self.prepare("freeze", errno))?, &self.supervisor, Kind::Zygote);
         let (reply, fds) = self.call("freeze", Request::Freeze, &[theirs.as_fd()], deadline)?;
         drop(theirs);
         let (Reply::Frozen(info), Some(pidfd)) = (reply, fds.into_iter().next()) else {
@@ -188,8 +167,7 @@ impl Vmm {
             return Some(end);
         }
         self.conn.kill();
-        self.conn
-            .wait_ended(Deadline::after(std::time::Duration::from_secs(5)))
+        self.conn.wait_ended(Deadline::after(std::time::Duration::from_secs(5)))
     }
 
     /// Sends `SIGKILL` through the pidfd.
@@ -252,16 +230,9 @@ impl Vmm {
             Ok((Ok(reply), fds)) => Ok((reply, fds)),
             Ok((Err(source), _)) => Err(VmmError::Refused { doing, id, source }),
             Err(ChannelError::Closed) => {
-                match self
-                    .conn
-                    .wait_ended(Deadline::after(std::time::Duration::from_secs(1)))
-                {
+                match self.conn.wait_ended(Deadline::after(std::time::Duration::from_secs(1))) {
                     Some(end) => Err(VmmError::Ended { doing, id, end }),
-                    None => Err(VmmError::Channel {
-                        doing,
-                        id,
-                        source: ChannelError::Closed,
-                    }),
+                    None => Err(VmmError::Channel { doing, id, source: ChannelError::Closed }),
                 }
             }
             Err(source) => Err(VmmError::Channel { doing, id, source }),
@@ -269,19 +240,11 @@ impl Vmm {
     }
 
     fn prepare(&self, doing: &'static str, errno: rustix::io::Errno) -> VmmError {
-        VmmError::Prepare {
-            doing,
-            id: self.conn.id.clone(),
-            source: errno.into(),
-        }
+        VmmError::Prepare { doing, id: self.conn.id.clone(), source: errno.into() }
     }
 
     fn answer(&self, doing: &'static str, lacks: &'static str) -> VmmError {
-        VmmError::Answer {
-            doing,
-            id: self.conn.id.clone(),
-            lacks,
-        }
+        VmmError::Answer { doing, id: self.conn.id.clone(), lacks }
     }
 }
 
@@ -294,10 +257,6 @@ impl Drop for Vmm {
 impl std::fmt::Debug for Vmm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (id, kind, pid) = (&self.conn.id, self.kind, self.conn.pid());
-        f.debug_struct("Vmm")
-            .field("id", id)
-            .field("kind", &kind)
-            .field("pid", &pid)
-            .finish()
+        f.debug_struct("Vmm").field("id", id).field("kind", &kind).field("pid", &pid).finish()
     }
 }

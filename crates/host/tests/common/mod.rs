@@ -19,16 +19,8 @@ pub const PATIENCE: Duration = Duration::from_secs(20);
 /// The example `fake-vmm`, which `cargo test` builds beside the tests.
 pub fn fake_vmm() -> PathBuf {
     let test = std::env::current_exe().expect("a test has a path");
-    let path = test
-        .parent()
-        .and_then(Path::parent)
-        .expect("tests are in deps/")
-        .join("examples/fake-vmm");
-    assert!(
-        path.exists(),
-        "{} is missing: `cargo build -p offshoot-host --examples`",
-        path.display()
-    );
+    let path = test.parent().and_then(Path::parent).expect("tests are in deps/").join("examples/fake-vmm");
+    assert!(path.exists(), "{} is missing: `cargo build -p offshoot-host --examples`", path.display());
     path
 }
 
@@ -56,10 +48,7 @@ impl Bench {
         let mut config = HostConfig::new(run, state, fake_vmm(), "/nonexistent/agent".into());
         config.identity_timeout = Duration::from_secs(15);
         change(&mut config);
-        let bench = Self {
-            host: Host::start(config).expect("a host"),
-            dir,
-        };
+        let bench = Self { host: Host::start(config).expect("a host"), dir };
         let file = |name: &str, bytes: &[u8]| {
             let path = bench.dir.path().join(name);
             std::fs::write(&path, bytes).expect("a file");
@@ -70,10 +59,7 @@ impl Bench {
             initramfs: file("initramfs", b"cpio"),
             rootfs: file("rootfs", &[0; 4096]),
         };
-        bench
-            .host
-            .make_image("base", ImageSource::Files(files), &mut |_| {})
-            .expect("an image");
+        bench.host.make_image("base", ImageSource::Files(files), &mut |_| {}).expect("an image");
         bench
     }
 
@@ -86,18 +72,14 @@ impl Bench {
             page_size: PageSize::Thp,
             overlay_limit_mib: 64,
             cmdline: cmdline.into(),
-            warm: Some(WarmUp {
-                source: "import numpy".into(),
-                file_name: "warm.py".into(),
-            }),
+            warm: Some(WarmUp { source: "import numpy".into(), file_name: "warm.py".into() }),
             warm_timeout: PATIENCE,
             boot_timeout: PATIENCE,
         }
     }
 
     pub fn build(&self, spec: TemplateSpec) -> Result<TemplateInfo, TemplateError> {
-        self.host
-            .build_template(spec, &Cancel::default(), &mut |_: Progress| {})
+        self.host.build_template(spec, &Cancel::default(), &mut |_: Progress| {})
     }
 
     /// A template `t` whose guests were given `cmdline`.
@@ -106,14 +88,8 @@ impl Bench {
     }
 
     pub fn create(&self, count: u32) -> Offspring {
-        let spec = CreateSpec {
-            template: "t".into(),
-            count,
-            ..CreateSpec::default()
-        };
-        self.host
-            .create(&spec, offshoot_host::engine::called_now())
-            .expect("a create call")
+        let spec = CreateSpec { template: "t".into(), count, ..CreateSpec::default() };
+        self.host.create(&spec, offshoot_host::engine::called_now()).expect("a create call")
     }
 
     pub fn one(&self) -> SandboxInfo {
@@ -121,21 +97,13 @@ impl Bench {
     }
 
     pub fn fork(&self, parent: &str, count: u32) -> Offspring {
-        let spec = ForkSpec {
-            parent: parent.into(),
-            count,
-            ..ForkSpec::default()
-        };
-        self.host
-            .fork(&spec, offshoot_host::engine::called_now())
-            .expect("a fork call")
+        let spec = ForkSpec { parent: parent.into(), count, ..ForkSpec::default() };
+        self.host.fork(&spec, offshoot_host::engine::called_now()).expect("a fork call")
     }
 
     /// Directories of sandboxes on disk.
     pub fn dirs(&self) -> usize {
-        std::fs::read_dir(self.dir.path().join("run/sandboxes"))
-            .expect("a directory")
-            .count()
+        std::fs::read_dir(self.dir.path().join("run/sandboxes")).expect("a directory").count()
     }
 
     /// One HTTP request to the fake guest, which ends the connection.

@@ -32,10 +32,8 @@ impl Image {
             fs::write(&path, bytes).map_err(io("write", &path))
         };
         if bzimage::is_bzimage(&kernel) {
-            let elf = bzimage::extract(&kernel).map_err(|source| ImageError::ImportKernel {
-                path: files.kernel.clone(),
-                source,
-            })?;
+            let elf = bzimage::extract(&kernel)
+                .map_err(|source| ImageError::ImportKernel { path: files.kernel.clone(), source })?;
             write(VMLINUX, &elf)?;
             write(VMLINUZ, &kernel)?;
         } else {
@@ -55,26 +53,14 @@ fn check_import(files: &ImportFiles) -> Result<Vec<u8>, ImageError> {
         let path = path.to_owned();
         move |source| ImageError::ImportRead { what, path, source }
     };
-    let content = |what, path: &Path, problem| {
-        Err(ImageError::ImportContent {
-            what,
-            path: path.to_owned(),
-            problem,
-        })
-    };
+    let content =
+        |what, path: &Path, problem| Err(ImageError::ImportContent { what, path: path.to_owned(), problem });
     let kernel = fs::read(&files.kernel).map_err(read("kernel", &files.kernel))?;
     if !bzimage::is_bzimage(&kernel) && !bzimage::is_elf(&kernel) {
-        return content(
-            "kernel",
-            &files.kernel,
-            "is neither a bzImage nor an x86-64 ELF file",
-        );
+        return content("kernel", &files.kernel, "is neither a bzImage nor an x86-64 ELF file");
     }
-    let opened = |what, path: &Path| {
-        File::open(path)
-            .and_then(|file| file.metadata())
-            .map_err(read(what, path))
-    };
+    let opened =
+        |what, path: &Path| File::open(path).and_then(|file| file.metadata()).map_err(read(what, path));
     let initramfs = opened("initramfs", &files.initramfs)?;
     if !initramfs.is_file() || initramfs.len() == 0 {
         return content("initramfs", &files.initramfs, "is empty or not a regular file");

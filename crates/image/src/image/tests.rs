@@ -9,11 +9,8 @@ impl Fixture {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
-        let files = ImportFiles {
-            kernel: path("kernel"),
-            initramfs: path("initramfs"),
-            rootfs: path("rootfs"),
-        };
+        let files =
+            ImportFiles { kernel: path("kernel"), initramfs: path("initramfs"), rootfs: path("rootfs") };
         let mut elf = vec![0u8; 4096];
         elf[..4].copy_from_slice(b"\x7fELF");
         elf[18] = 62;
@@ -33,12 +30,9 @@ impl Fixture {
 
     /// Everything in the fixture's directory but the files to import.
     fn left(&self) -> Vec<String> {
-        let names = fs::read_dir(self.dir.path())
-            .unwrap()
-            .map(|e| e.unwrap().file_name().into_string().unwrap());
-        names
-            .filter(|name| !["kernel", "initramfs", "rootfs"].contains(&name.as_str()))
-            .collect()
+        let names =
+            fs::read_dir(self.dir.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| !["kernel", "initramfs", "rootfs"].contains(&name.as_str())).collect()
     }
 
     /// Changes a file of the image, read-only or not.
@@ -67,10 +61,7 @@ fn a_copy_is_the_same_image() {
     let copy = image.copy_to(&fixture.dir.path().join("copy")).unwrap();
     copy.verify().unwrap();
     assert_eq!(copy.manifest().digest(), image.manifest().digest());
-    assert!(matches!(
-        image.copy_to(copy.dir()),
-        Err(ImageError::Exists { .. })
-    ));
+    assert!(matches!(image.copy_to(copy.dir()), Err(ImageError::Exists { .. })));
 }
 
 #[test]
@@ -80,10 +71,7 @@ fn a_truncated_disk_is_named_with_both_sizes() {
     fixture.overwrite(ROOTFS, &[0; 4096]);
     let error = Image::open(&fixture.dest()).unwrap_err();
     let text = error.to_string();
-    assert!(
-        text.contains("rootfs.raw has 4096 bytes") && text.contains("8388608"),
-        "{text}"
-    );
+    assert!(text.contains("rootfs.raw has 4096 bytes") && text.contains("8388608"), "{text}");
     assert_eq!(error.kind(), ErrorKind::Corrupt);
 }
 
@@ -93,19 +81,10 @@ fn a_changed_file_is_found_by_verify_and_a_missing_one_by_open() {
     let image = fixture.import();
     fixture.overwrite(INITRAMFS, b"070702");
     Image::open(&fixture.dest()).unwrap();
-    assert!(
-        image
-            .verify()
-            .unwrap_err()
-            .to_string()
-            .contains("initramfs.cpio has digest")
-    );
+    assert!(image.verify().unwrap_err().to_string().contains("initramfs.cpio has digest"));
     fs::remove_file(fixture.dest().join(INITRAMFS)).unwrap();
     let error = Image::open(&fixture.dest()).unwrap_err().to_string();
-    assert!(
-        error.contains("could not read initramfs.cpio of the image in"),
-        "{error}"
-    );
+    assert!(error.contains("could not read initramfs.cpio of the image in"), "{error}");
 }
 
 #[test]
@@ -115,37 +94,22 @@ fn manifests_that_cannot_be_trusted_are_refused() {
     let manifest = serde_json::to_value(image.manifest()).unwrap();
 
     fixture.overwrite(FILE_NAME, b"{");
-    assert!(matches!(
-        Image::open(&fixture.dest()),
-        Err(ImageError::Manifest { .. })
-    ));
+    assert!(matches!(Image::open(&fixture.dest()), Err(ImageError::Manifest { .. })));
 
     fixture.overwrite(FILE_NAME, br#"{"format":2,"unheard":"of"}"#);
-    assert!(matches!(
-        Image::open(&fixture.dest()),
-        Err(ImageError::Format { format: 2, .. })
-    ));
+    assert!(matches!(Image::open(&fixture.dest()), Err(ImageError::Format { format: 2, .. })));
 
     let mut escaping = manifest.clone();
     escaping["files"]["../../etc/passwd"] = escaping["files"][ROOTFS].clone();
     fixture.overwrite(FILE_NAME, escaping.to_string().as_bytes());
-    assert!(matches!(
-        Image::open(&fixture.dest()),
-        Err(ImageError::Files { .. })
-    ));
+    assert!(matches!(Image::open(&fixture.dest()), Err(ImageError::Files { .. })));
 
     let mut lacking = manifest;
     lacking["files"].as_object_mut().unwrap().remove(VMLINUX);
     fixture.overwrite(FILE_NAME, lacking.to_string().as_bytes());
-    assert!(matches!(
-        Image::open(&fixture.dest()),
-        Err(ImageError::Files { .. })
-    ));
+    assert!(matches!(Image::open(&fixture.dest()), Err(ImageError::Files { .. })));
 
-    assert!(matches!(
-        Image::open(&fixture.dir.path().join("none")),
-        Err(ImageError::Unreadable { .. })
-    ));
+    assert!(matches!(Image::open(&fixture.dir.path().join("none")), Err(ImageError::Unreadable { .. })));
 }
 
 #[test]
@@ -158,23 +122,11 @@ fn files_that_could_not_boot_are_refused_and_nothing_is_left() {
         assert_eq!(error.kind(), ErrorKind::Caller);
         assert!(fixture.left().is_empty(), "{:?}", fixture.left());
     };
-    check(
-        |files| fs::remove_file(&files.kernel).unwrap(),
-        "could not read the kernel",
-    );
-    check(
-        |files| fs::write(&files.kernel, "text").unwrap(),
-        "neither a bzImage nor an x86-64 ELF file",
-    );
+    check(|files| fs::remove_file(&files.kernel).unwrap(), "could not read the kernel");
+    check(|files| fs::write(&files.kernel, "text").unwrap(), "neither a bzImage nor an x86-64 ELF file");
     check(|files| fs::write(&files.initramfs, "").unwrap(), "is empty");
-    check(
-        |files| fs::remove_file(&files.rootfs).unwrap(),
-        "could not read the root disk",
-    );
-    check(
-        |files| fs::write(&files.rootfs, [0; 700]).unwrap(),
-        "is it truncated?",
-    );
+    check(|files| fs::remove_file(&files.rootfs).unwrap(), "could not read the root disk");
+    check(|files| fs::write(&files.rootfs, [0; 700]).unwrap(), "is it truncated?");
     let mut half_bzimage = vec![0u8; 0x300];
     half_bzimage[0x202..0x206].copy_from_slice(b"HdrS");
     half_bzimage[0x206..0x208].copy_from_slice(&0x20f_u16.to_le_bytes());

@@ -98,10 +98,7 @@ pub fn extract(image: &[u8]) -> Result<Vec<u8>, BzImageError> {
     }
     let kernel = decompress(data, expected)?;
     if kernel.len() != expected {
-        return Err(damaged(format!(
-            "{} bytes came out where {expected} are announced",
-            kernel.len()
-        )));
+        return Err(damaged(format!("{} bytes came out where {expected} are announced", kernel.len())));
     }
     if !is_elf(&kernel) {
         return Err(BzImageError::NotElf);
@@ -118,11 +115,7 @@ fn payload(image: &[u8]) -> Result<&[u8], BzImageError> {
     if version < PAYLOAD_VERSION {
         return Err(BzImageError::OldProtocol { version });
     }
-    let field = |at| {
-        u32_at(image, at)
-            .map(|value| value as usize)
-            .ok_or(BzImageError::NotBzImage)
-    };
+    let field = |at| u32_at(image, at).map(|value| value as usize).ok_or(BzImageError::NotBzImage);
     // Zero means four, for historical reasons (boot.rst, "setup_sects").
     let setup_sectors = match image[SETUP_SECTS] {
         0 => 4,
@@ -130,11 +123,7 @@ fn payload(image: &[u8]) -> Result<&[u8], BzImageError> {
     };
     let offset = (setup_sectors + 1) * SECTOR_BYTES + field(PAYLOAD_OFFSET)?;
     let length = field(PAYLOAD_LENGTH)?;
-    let out = BzImageError::OutOfBounds {
-        offset,
-        length,
-        size: image.len(),
-    };
+    let out = BzImageError::OutOfBounds { offset, length, size: image.len() };
     let end = offset.checked_add(length).filter(|_| length > 4);
     end.and_then(|end| image.get(offset..end)).ok_or(out)
 }
@@ -165,10 +154,7 @@ fn zstd(data: &[u8], expected: usize) -> Result<Vec<u8>, BzImageError> {
         ruzstd::decoding::StreamingDecoder::new(data).map_err(|error| damaged(error.to_string()))?;
     let mut kernel = Vec::with_capacity(expected);
     // One byte more than expected, so that too long an output shows.
-    decoder
-        .take(expected as u64 + 1)
-        .read_to_end(&mut kernel)
-        .map_err(|error| damaged(error.to_string()))?;
+    decoder.take(expected as u64 + 1).read_to_end(&mut kernel).map_err(|error| damaged(error.to_string()))?;
     Ok(kernel)
 }
 
@@ -241,27 +227,16 @@ mod tests {
         let mut payload = lz4(&elf());
         let end = payload.len();
         payload[end - 4..].copy_from_slice(&u32::MAX.to_le_bytes());
-        assert!(matches!(
-            extract(&bzimage(&payload)),
-            Err(BzImageError::Damaged { .. })
-        ));
+        assert!(matches!(extract(&bzimage(&payload)), Err(BzImageError::Damaged { .. })));
         payload[end - 4..].copy_from_slice(&99_u32.to_le_bytes());
-        assert!(matches!(
-            extract(&bzimage(&payload)),
-            Err(BzImageError::Damaged { .. })
-        ));
+        assert!(matches!(extract(&bzimage(&payload)), Err(BzImageError::Damaged { .. })));
     }
 
     #[test]
     fn other_contents_are_named() {
         assert!(matches!(extract(b"short"), Err(BzImageError::NotBzImage)));
-        assert!(matches!(
-            extract(&bzimage(&lz4(&[1; 5000]))),
-            Err(BzImageError::NotElf)
-        ));
-        let error = extract(&bzimage(b"\xfd7zXZ\0..........."))
-            .unwrap_err()
-            .to_string();
+        assert!(matches!(extract(&bzimage(&lz4(&[1; 5000]))), Err(BzImageError::NotElf)));
+        let error = extract(&bzimage(b"\xfd7zXZ\0...........")).unwrap_err().to_string();
         assert!(error.contains("fd377a585a00"), "{error}");
     }
 }

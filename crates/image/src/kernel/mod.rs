@@ -154,12 +154,7 @@ fn answer_file(cache: &Cache) -> PathBuf {
 /// When the package lists were last changed, nanoseconds since the Unix epoch; files in there are replaced, not written.
 fn changed_ns(lists: &Path) -> Option<u128> {
     let changed = fs::metadata(lists).ok()?.modified().ok()?;
-    Some(
-        changed
-            .duration_since(std::time::SystemTime::UNIX_EPOCH)
-            .ok()?
-            .as_nanos(),
-    )
+    Some(changed.duration_since(std::time::SystemTime::UNIX_EPOCH).ok()?.as_nanos())
 }
 
 /// The last answer, if the package lists are still the same and its kernel is there.
@@ -174,10 +169,7 @@ fn remember(cache: &Cache, lists: &Path, package: &Package) {
     let Some(lists_changed_ns) = changed_ns(lists) else {
         return;
     };
-    let answer = Answer {
-        lists_changed_ns,
-        package: package.clone(),
-    };
+    let answer = Answer { lists_changed_ns, package: package.clone() };
     let write = || -> std::io::Result<()> {
         let path = answer_file(cache);
         let file = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(cache.root()))?;
@@ -201,10 +193,7 @@ fn resolve() -> Result<Option<Package>, KernelError> {
     let Some(name) = name else { return Ok(None) };
     let Some(real) = show(name)? else { return Ok(None) };
     let version = field(&real, "Version");
-    Ok(version.map(|version| Package {
-        name: name.to_owned(),
-        version: version.to_owned(),
-    }))
+    Ok(version.map(|version| Package { name: name.to_owned(), version: version.to_owned() }))
 }
 
 /// apt's newest record of `package`, if it has one.
@@ -220,16 +209,11 @@ fn show(package: &str) -> Result<Option<String>, KernelError> {
 
 /// The value of `name` in a record of `Name: value` lines.
 fn field<'a>(record: &'a str, name: &str) -> Option<&'a str> {
-    record
-        .lines()
-        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
-        .map(str::trim)
+    record.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
 }
 
 fn from_package(cache: &Cache, package: &Package, report: &mut Reporter<'_>) -> Result<Kernel, KernelError> {
-    let dir = cache.entry("kernel", &key_of(package), |staging| {
-        unpack(staging, package, report)
-    })?;
+    let dir = cache.entry("kernel", &key_of(package), |staging| unpack(staging, package, report))?;
     let path = dir.join("kernel.json");
     let text = fs::read(&path).map_err(io("read", &path))?;
     let description =
@@ -242,19 +226,12 @@ fn unpack(staging: &Path, package: &Package, report: &mut Reporter<'_>) -> Resul
     let work = tempfile::tempdir_in(staging).map_err(io("create a directory in", staging))?;
     report.say(&format!("downloading {} {}", package.name, package.version));
     let mut download = Tool::new("apt-get", "apt");
-    download
-        .command()
-        .current_dir(work.path())
-        .args(["download", "-q"]);
-    download
-        .command()
-        .arg(format!("{}={}", package.name, package.version));
+    download.command().current_dir(work.path()).args(["download", "-q"]);
+    download.command().arg(format!("{}={}", package.name, package.version));
     download.output()?;
 
-    let incomplete = |what: &str| KernelError::Incomplete {
-        package: package.name.clone(),
-        what: what.to_owned(),
-    };
+    let incomplete =
+        |what: &str| KernelError::Incomplete { package: package.name.clone(), what: what.to_owned() };
     let deb =
         only_child(work.path(), |name| name.ends_with(".deb"))?.ok_or_else(|| incomplete(".deb file"))?;
     report.say(&format!("unpacking {}", package.name));
@@ -273,20 +250,14 @@ fn unpack(staging: &Path, package: &Package, report: &mut Reporter<'_>) -> Resul
         .to_owned();
     let config = boot.join(format!("config-{version}"));
     let text = fs::read_to_string(&config).map_err(io("read", &config))?;
-    if let Some(option) = NEEDED_BUILT_IN
-        .into_iter()
-        .find(|option| !text.lines().any(|line| line == *option))
+    if let Some(option) = NEEDED_BUILT_IN.into_iter().find(|option| !text.lines().any(|line| line == *option))
     {
         return Err(incomplete(option));
     }
 
     report.say("extracting vmlinux");
-    let elf = bzimage::extract(&fs::read(&image).map_err(io("read", &image))?).map_err(|source| {
-        KernelError::Extract {
-            path: image.clone(),
-            source,
-        }
-    })?;
+    let elf = bzimage::extract(&fs::read(&image).map_err(io("read", &image))?)
+        .map_err(|source| KernelError::Extract { path: image.clone(), source })?;
     let vmlinux = staging.join("vmlinux");
     fs::write(&vmlinux, elf).map_err(io("write", &vmlinux))?;
 
@@ -298,15 +269,11 @@ fn unpack(staging: &Path, package: &Package, report: &mut Reporter<'_>) -> Resul
     depmod.command().arg("-b").arg(staging).arg(&version);
     depmod.output()?;
 
-    let description = Description {
-        version,
-        package: package.clone(),
-    };
+    let description = Description { version, package: package.clone() };
     let path = staging.join("kernel.json");
     let json = serde_json::to_vec_pretty(&description).expect("a description is plain data");
     fs::write(&path, json).map_err(io("write", &path))?;
-    work.close()
-        .map_err(io("remove a temporary directory in", staging))?;
+    work.close().map_err(io("remove a temporary directory in", staging))?;
     Ok(())
 }
 
@@ -333,14 +300,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (cache, lists) = (Cache::new(dir.path().join("cache")), dir.path().join("lists"));
         fs::create_dir(&lists).unwrap();
-        let package = Package {
-            name: "linux".to_owned(),
-            version: "1".to_owned(),
-        };
+        let package = Package { name: "linux".to_owned(), version: "1".to_owned() };
         assert_eq!(remembered(&cache, &lists), None);
-        let place = cache
-            .entry::<CacheError>("kernel", &key_of(&package), |_| Ok(()))
-            .unwrap();
+        let place = cache.entry::<CacheError>("kernel", &key_of(&package), |_| Ok(())).unwrap();
         remember(&cache, &lists, &package);
         assert_eq!(remembered(&cache, &lists), Some(package.clone()));
         std::thread::sleep(Duration::from_millis(20));
@@ -357,10 +319,7 @@ mod tests {
                       Depends: linux-image-6.1.0-50-cloud-amd64 (= 6.1.176-1), other\nDescription: x\n";
         assert_eq!(field(record, "Version"), Some("6.1.176-1"));
         let depends = field(record, "Depends").unwrap();
-        assert_eq!(
-            depends.split([' ', ',']).next(),
-            Some("linux-image-6.1.0-50-cloud-amd64")
-        );
+        assert_eq!(depends.split([' ', ',']).next(), Some("linux-image-6.1.0-50-cloud-amd64"));
         assert_eq!(field(record, "Conflicts"), None);
     }
 }

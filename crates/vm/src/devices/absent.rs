@@ -24,11 +24,7 @@ impl Device for Absent {
 impl BusDevice for Absent {
     fn read(&mut self, offset: u64, data: &mut [u8]) {
         // The magic value must be right for the driver to look at the device id.
-        let value: u32 = if offset == 0 {
-            0x7472_6976
-        } else {
-            u32::from(offset == 4) * 2
-        };
+        let value: u32 = if offset == 0 { 0x7472_6976 } else { u32::from(offset == 4) * 2 };
         for (byte, part) in data.iter_mut().zip(value.to_le_bytes()) {
             *byte = part;
         }

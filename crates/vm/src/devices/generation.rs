@@ -20,12 +20,7 @@ pub struct Generation {
 impl Generation {
     /// Writes ids to `address` in guest memory and announces changes on global system interrupt `gsi`.
     pub fn new(memory: GuestMap, address: GuestAddress, gsi: u32) -> Self {
-        Self {
-            memory,
-            address,
-            gsi,
-            announced: false,
-        }
+        Self { memory, address, gsi, announced: false }
     }
 }
 
@@ -37,13 +32,11 @@ impl Device for Generation {
     fn detach(&mut self) {}
 
     fn attach(&mut self, host: &mut HostResources<'_>) -> Result<(), AttachError> {
-        self.memory
-            .write_slice(&host.vm_generation, self.address)
-            .map_err(|_| AttachError::Prepare {
-                device: "generation",
-                action: "write the generation id to guest memory",
-                source: Errno::FAULT,
-            })?;
+        self.memory.write_slice(&host.vm_generation, self.address).map_err(|_| AttachError::Prepare {
+            device: "generation",
+            action: "write the generation id to guest memory",
+            source: Errno::FAULT,
+        })?;
         if self.announced {
             IrqLine::new(host.irqs.clone(), self.gsi).pulse();
         }
@@ -66,9 +59,7 @@ mod tests {
         let memory = GuestMap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
         let mut device = Generation::new(memory.clone(), GuestAddress(40), 16);
         let irqs = Arc::new(CountingIrqs::default());
-        device
-            .attach(&mut host(irqs.clone(), &mut Default::default()))
-            .unwrap();
+        device.attach(&mut host(irqs.clone(), &mut Default::default())).unwrap();
         assert_eq!(irqs.pulses(), 0);
         let mut id = [0; 16];
         memory.read_slice(&mut id, GuestAddress(40)).unwrap();

@@ -62,14 +62,8 @@ mod tests {
         let ports = LegacyPorts;
         assert_eq!(ports.write(0x64, &[0xfe]), Some(MachineEvent::Reset));
         assert_eq!(ports.write(POWER_PORT, &[POWER_RESET]), Some(MachineEvent::Reset));
-        assert_eq!(
-            ports.write(POWER_PORT, &[POWER_OFF]),
-            Some(MachineEvent::PowerOff)
-        );
-        assert_eq!(
-            ports.write(DOORBELL, &7u32.to_le_bytes()),
-            Some(MachineEvent::Doorbell(7))
-        );
+        assert_eq!(ports.write(POWER_PORT, &[POWER_OFF]), Some(MachineEvent::PowerOff));
+        assert_eq!(ports.write(DOORBELL, &7u32.to_le_bytes()), Some(MachineEvent::Doorbell(7)));
         for (port, data) in [
             (0x64, &[0xd1][..]),
             (0x64, &[0xfe, 0xfe]),

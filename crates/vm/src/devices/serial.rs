@@ -51,9 +51,7 @@ impl Default for SerialConsole {
 impl SerialConsole {
     /// A port in its reset state; output before it is attached is dropped and counted.
     pub fn new() -> Self {
-        Self {
-            uart: Serial::new(Line::default(), BoundedLog::default()),
-        }
+        Self { uart: Serial::new(Line::default(), BoundedLog::default()) }
     }
 
     /// The console log and its counters.
@@ -86,18 +84,13 @@ impl Device for SerialConsole {
     }
 
     fn attach(&mut self, host: &mut HostResources<'_>) -> Result<(), AttachError> {
-        let file = host.descriptors.log.take().ok_or(AttachError::Missing {
+        let file =
+            host.descriptors.log.take().ok_or(AttachError::Missing { device: "serial", what: "log" })?;
+        self.uart.writer_mut().open(file).map_err(|source| AttachError::Prepare {
             device: "serial",
-            what: "log",
+            action: "find the end of its log",
+            source,
         })?;
-        self.uart
-            .writer_mut()
-            .open(file)
-            .map_err(|source| AttachError::Prepare {
-                device: "serial",
-                action: "find the end of its log",
-                source,
-            })?;
         let line = IrqLine::new(host.irqs.clone(), SERIAL_GSI);
         if self.interrupt_is_pending() {
             line.pulse();

@@ -35,12 +35,7 @@ impl IrqSink for CountingIrqs {
 /// Host resources with an epoll instance of their own.
 pub fn host(irqs: Arc<CountingIrqs>, descriptors: &mut Descriptors) -> HostResources<'_> {
     let epoll = Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC).unwrap());
-    HostResources {
-        irqs,
-        poll: PollHandle::new(epoll, 0),
-        descriptors,
-        vm_generation: [7; 16],
-    }
+    HostResources { irqs, poll: PollHandle::new(epoll, 0), descriptors, vm_generation: [7; 16] }
 }
 
 /// A small reproducible generator.
@@ -159,9 +154,7 @@ impl<D: VirtioDevice> Driver<D> {
 
     pub fn set_up_queue(&mut self, queue: usize) {
         let base = Self::ring(queue);
-        self.memory
-            .write_slice(&[0; RING_BYTES as usize], GuestAddress(base))
-            .unwrap();
+        self.memory.write_slice(&[0; RING_BYTES as usize], GuestAddress(base)).unwrap();
         self.write(VIRTIO_MMIO_QUEUE_SEL, queue as u32);
         self.write(VIRTIO_MMIO_QUEUE_NUM, u32::from(self.sizes[queue]));
         for (register, address) in [
@@ -186,15 +179,11 @@ impl<D: VirtioDevice> Driver<D> {
     }
 
     pub fn set_avail_index(&mut self, queue: usize, index: u16) {
-        self.memory
-            .write_obj(index, GuestAddress(Self::ring(queue) + AVAIL + 2))
-            .unwrap();
+        self.memory.write_obj(index, GuestAddress(Self::ring(queue) + AVAIL + 2)).unwrap();
     }
 
     pub fn set_avail_flags(&mut self, queue: usize, flags: u16) {
-        self.memory
-            .write_obj(flags, GuestAddress(Self::ring(queue) + AVAIL))
-            .unwrap();
+        self.memory.write_obj(flags, GuestAddress(Self::ring(queue) + AVAIL)).unwrap();
     }
 
     /// Makes `head` available.
@@ -236,9 +225,7 @@ impl<D: VirtioDevice> Driver<D> {
         raw[8..12].copy_from_slice(&len.to_le_bytes());
         raw[12..14].copy_from_slice(&flags.to_le_bytes());
         raw[14..].copy_from_slice(&next.to_le_bytes());
-        self.memory
-            .write_slice(&raw, GuestAddress(Self::ring(queue) + 16 * u64::from(index)))
-            .unwrap();
+        self.memory.write_slice(&raw, GuestAddress(Self::ring(queue) + 16 * u64::from(index))).unwrap();
     }
 
     pub fn notify(&mut self, queue: u32) {
@@ -281,10 +268,7 @@ impl<D: VirtioDevice> Driver<D> {
                 let next = random.below(u64::from(size.min(16)) + 1) as u16;
                 self.write_descriptor(queue, index, address, len, flags, next);
             }
-            let avail: u16 = self
-                .memory
-                .read_obj(GuestAddress(Self::ring(queue) + AVAIL + 2))
-                .unwrap();
+            let avail: u16 = self.memory.read_obj(GuestAddress(Self::ring(queue) + AVAIL + 2)).unwrap();
             for _ in 0..random.below(4) {
                 let beyond = u64::from(random.below(40) == 0);
                 self.offer_head(queue, random.below(u64::from(size.min(16)) + beyond) as u16);
@@ -298,17 +282,11 @@ impl<D: VirtioDevice> Driver<D> {
     /// Runs [`Device::ready`] for what the epoll instance reports within `timeout_ms`; the number of events.
     pub fn poll_events(&mut self, timeout_ms: i64) -> usize {
         let poll = self.poll.clone().unwrap();
-        let timeout = rustix::time::Timespec {
-            tv_sec: timeout_ms / 1000,
-            tv_nsec: timeout_ms % 1000 * 1_000_000,
-        };
+        let timeout =
+            rustix::time::Timespec { tv_sec: timeout_ms / 1000, tv_nsec: timeout_ms % 1000 * 1_000_000 };
         let mut events = Vec::with_capacity(16);
-        let count = epoll::wait(
-            poll.epoll_fd(),
-            rustix::buffer::spare_capacity(&mut events),
-            Some(&timeout),
-        )
-        .unwrap();
+        let count = epoll::wait(poll.epoll_fd(), rustix::buffer::spare_capacity(&mut events), Some(&timeout))
+            .unwrap();
         for event in events {
             self.transport.ready(event.data.u64() as u32, event.flags);
         }

@@ -85,18 +85,10 @@ impl Attached {
             |fd, token| epoll::add(&poll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN);
         watch(std::os::fd::AsFd::as_fd(&*given.control), CONTROL_TOKEN).map_err(VmmError::Loop)?;
         watch(std::os::fd::AsFd::as_fd(&shared.notice), NOTICE_TOKEN).map_err(VmmError::Loop)?;
-        let run_bytes = machine
-            .kvm
-            .get_vcpu_mmap_size()
-            .map_err(KvmError::during("size the run page"))?;
+        let run_bytes = machine.kvm.get_vcpu_mmap_size().map_err(KvmError::during("size the run page"))?;
         announce();
         let vcpus = Vcpus::spawn(fds, run_bytes, shared)?;
-        Ok(Self {
-            control: given.control,
-            poll,
-            vm,
-            vcpus,
-        })
+        Ok(Self { control: given.control, poll, vm, vcpus })
     }
 
     /// Stops the vCPUs and reads all of KVM's state. The caller releases the gate, whatever comes back.
@@ -105,10 +97,7 @@ impl Attached {
     /// As [`VmmError`].
     pub fn stop_and_save(&self) -> Result<Saved, VmmError> {
         let vcpus = self.vcpus.stop()?;
-        Ok(Saved {
-            vm: state::save_vm(&self.vm)?,
-            vcpus,
-        })
+        Ok(Saved { vm: state::save_vm(&self.vm)?, vcpus })
     }
 
     /// Gives up ownership without closing anything: in a forked child the threads do not exist and the descriptors
@@ -122,10 +111,7 @@ fn create_vcpus(machine: &Machine, vm: &Arc<VmFd>, start: &Start) -> Result<Vec<
     let count = machine.config.vcpus;
     let mut fds = Vec::with_capacity(count.into());
     for index in 0..count {
-        fds.push(
-            vm.create_vcpu(index.into())
-                .map_err(KvmError::during("create a vcpu"))?,
-        );
+        fds.push(vm.create_vcpu(index.into()).map_err(KvmError::during("create a vcpu"))?);
     }
     match start {
         Start::Saved(saved) => {
@@ -138,11 +124,7 @@ fn create_vcpus(machine: &Machine, vm: &Arc<VmFd>, start: &Start) -> Result<Vec<
         Start::Linux(entry) => {
             for (index, fd) in (0..count).zip(&fds) {
                 set_cpuid(machine, fd, index)?;
-                if index == 0 {
-                    boot::configure_bsp(fd, entry)?
-                } else {
-                    boot::configure_ap(fd)?
-                }
+                if index == 0 { boot::configure_bsp(fd, entry)? } else { boot::configure_ap(fd)? }
             }
         }
         Start::Payload => {
@@ -157,7 +139,5 @@ fn create_vcpus(machine: &Machine, vm: &Arc<VmFd>, start: &Start) -> Result<Vec<
 
 fn set_cpuid(machine: &Machine, fd: &VcpuFd, index: u8) -> Result<(), VmmError> {
     let cpuid = cpuid::for_vcpu(&machine.kvm, index, machine.config.vcpus)?;
-    Ok(fd
-        .set_cpuid2(&cpuid)
-        .map_err(KvmError::during("set the processor's features"))?)
+    Ok(fd.set_cpuid2(&cpuid).map_err(KvmError::during("set the processor's features"))?)
 }

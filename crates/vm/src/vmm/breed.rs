@@ -34,30 +34,15 @@ impl Embryo {
         };
         let vm_generation = parse_generation(&spec.vm_generation)?;
         let got = received.fds.len();
-        let fds: [OwnedFd; CHILD_FDS] =
-            Vec::from(received.fds)
-                .try_into()
-                .map_err(|_| VmmError::Descriptors {
-                    request: "child",
-                    wanted: CHILD_FDS,
-                    got,
-                })?;
+        let fds: [OwnedFd; CHILD_FDS] = Vec::from(received.fds)
+            .try_into()
+            .map_err(|_| VmmError::Descriptors { request: "child", wanted: CHILD_FDS, got })?;
         let [control, vsock, log] = fds;
-        Ok(Self {
-            spec,
-            vm_generation,
-            control,
-            vsock,
-            log,
-        })
+        Ok(Self { spec, vm_generation, control, vsock, log })
     }
 
     fn fds(&self) -> [RawFd; CHILD_FDS] {
-        [
-            self.control.as_raw_fd(),
-            self.vsock.as_raw_fd(),
-            self.log.as_raw_fd(),
-        ]
+        [self.control.as_raw_fd(), self.vsock.as_raw_fd(), self.log.as_raw_fd()]
     }
 }
 
@@ -80,11 +65,7 @@ pub fn receive_litter(control: &ControlSocket, count: u32) -> Result<Litter, Vmm
     }
     if count == 0 || count > MAX_CHILDREN {
         let range = "1 to 4096";
-        return Err(VmmError::OutOfRange {
-            what: "count of children",
-            value: count.into(),
-            range,
-        });
+        return Err(VmmError::OutOfRange { what: "count of children", value: count.into(), range });
     }
     first_error.map_or(Ok(litter), Err)
 }
@@ -108,20 +89,12 @@ impl Twin {
         match process::close_all_except(&keep) {
             Ok(()) => {
                 process::name_process("twin");
-                Role::Twin(Box::new(Self {
-                    machine,
-                    saved,
-                    control,
-                    litter,
-                }))
+                Role::Twin(Box::new(Self { machine, saved, control, litter }))
             }
             Err(error) => {
                 let error = VmmError::Close(error).to_control();
                 for index in (0..).take(litter.len()) {
-                    let failed = Event::ChildFailed {
-                        index,
-                        error: error.clone(),
-                    };
+                    let failed = Event::ChildFailed { index, error: error.clone() };
                     let _ = control.send(&Message::Event(failed), &[]);
                 }
                 Role::Gone
@@ -131,12 +104,7 @@ impl Twin {
 
     /// Forks every child, in order, and ends.
     pub fn breed(self: Box<Self>) -> Role {
-        let Self {
-            machine,
-            saved,
-            control,
-            litter,
-        } = *self;
+        let Self { machine, saved, control, litter } = *self;
         match fork_litter(Box::new(Brood { machine, saved }), control, litter) {
             Bred::Child(role) => role,
             Bred::Parent(..) => Role::Gone,
@@ -173,17 +141,11 @@ pub fn fork_litter(brood: Box<Brood>, control: ControlSocket, mut litter: Litter
             }
             Ok(Forked::Parent { pid, pidfd }) => {
                 // If the host is gone, the children notice by themselves.
-                let _ = control.send(
-                    &Message::Event(Event::ChildForked { index, pid }),
-                    &[pidfd.as_fd()],
-                );
+                let _ = control.send(&Message::Event(Event::ChildForked { index, pid }), &[pidfd.as_fd()]);
                 index += 1;
                 continue;
             }
-            Err(error) => Event::ChildFailed {
-                index,
-                error: VmmError::from(error).to_control(),
-            },
+            Err(error) => Event::ChildFailed { index, error: VmmError::from(error).to_control() },
         };
         let _ = control.send(&Message::Event(event), &[]);
         index += 1;
@@ -217,37 +179,17 @@ impl Newborn {
         machine.config.id = embryo.spec.id;
         machine.config.vm_generation = embryo.spec.vm_generation;
         machine.forks = 0;
-        let descriptors = Descriptors {
-            vsock_listener: Some(embryo.vsock),
-            log: Some(embryo.log),
-        };
-        let given = Endowment {
-            control,
-            descriptors,
-            vm_generation: embryo.vm_generation,
-        };
-        Role::Starting(Box::new(Self {
-            machine,
-            saved,
-            given,
-            forked_ns,
-        }))
+        let descriptors = Descriptors { vsock_listener: Some(embryo.vsock), log: Some(embryo.log) };
+        let given = Endowment { control, descriptors, vm_generation: embryo.vm_generation };
+        Role::Starting(Box::new(Self { machine, saved, given, forked_ns }))
     }
 
     /// Makes the KVM VM and lets the guest go on.
     pub fn start(self: Box<Self>) -> Role {
-        let Self {
-            machine,
-            saved,
-            given,
-            forked_ns,
-        } = *self;
+        let Self { machine, saved, given, forked_ns } = *self;
         let control = Arc::clone(&given.control);
         let announce = || {
-            let started = Event::Started {
-                forked_ns,
-                started_ns: monotonic_ns(),
-            };
+            let started = Event::Started { forked_ns, started_ns: monotonic_ns() };
             // If the host is gone, the control loop notices at once.
             let _ = control.send(&Message::Event(started), &[]);
         };
@@ -259,11 +201,6 @@ impl Newborn {
 }
 
 fn fail(control: &ControlSocket, error: &VmmError) -> Role {
-    let _ = control.send(
-        &Message::Event(Event::Failed {
-            error: error.to_control(),
-        }),
-        &[],
-    );
+    let _ = control.send(&Message::Event(Event::Failed { error: error.to_control() }), &[]);
     Role::Gone
 }

@@ -74,15 +74,8 @@ pub fn freeze(mut running: Box<Running>, seq: u64, zygote_control: OwnedFd) -> R
     match process::fork() {
         Ok(Forked::Child) => Zygote::adopt(running, saved, zygote_control),
         Ok(Forked::Parent { pid, pidfd }) => {
-            let info = FrozenInfo {
-                pid,
-                layer_bytes,
-                freeze_ns: monotonic_ns() - start_ns,
-            };
-            let message = Message::Reply {
-                seq,
-                result: Ok(Reply::Frozen(info)),
-            };
+            let info = FrozenInfo { pid, layer_bytes, freeze_ns: monotonic_ns() - start_ns };
+            let message = Message::Reply { seq, result: Ok(Reply::Frozen(info)) };
             let control = running.control();
             // If the host is gone, the zygote notices by itself.
             let _ = control.send(&message, &[pidfd.as_fd()]);

@@ -81,19 +81,11 @@ impl Machine {
             PageSize::Thp => PageUse::Huge,
         };
         let ram = GuestRam::anonymous(&memory_map::regions(config.memory_mib), page_use)?;
-        let disk = config
-            .disk
-            .as_ref()
-            .map(|disk| open_disk(disk, &ram))
-            .transpose()?;
+        let disk = config.disk.as_ref().map(|disk| open_disk(disk, &ram)).transpose()?;
         let linux = matches!(config.source, BootSource::Linux { .. });
         let vsock = linux.then(|| {
             let gsi = VIRTIO_MMIO_GSI_BASE + 1;
-            Arc::new(Mutex::new(MmioTransport::new(
-                Vsock::new(GUEST_CID),
-                ram.view().clone(),
-                gsi,
-            )))
+            Arc::new(Mutex::new(MmioTransport::new(Vsock::new(GUEST_CID), ram.view().clone(), gsi)))
         });
         let mut mmio: Vec<Shared<dyn BusDevice>> = Vec::new();
         if let (Some(vsock), Some(disk)) = (&vsock, &disk) {
@@ -106,41 +98,14 @@ impl Machine {
         }
         if linux {
             let gsi = VIRTIO_MMIO_GSI_BASE + 2;
-            mmio.push(Arc::new(Mutex::new(MmioTransport::new(
-                Rng::new(),
-                ram.view().clone(),
-                gsi,
-            ))));
+            mmio.push(Arc::new(Mutex::new(MmioTransport::new(Rng::new(), ram.view().clone(), gsi))));
         }
         let serial = Arc::new(Mutex::new(SerialConsole::new()));
         let start = load_guest(&config, &ram, mmio.len() as u32)?;
-        let generation = linux.then(|| {
-            Arc::new(Mutex::new(Generation::new(
-                ram.view().clone(),
-                VM_GENERATION_ID,
-                GED_GSI,
-            )))
-        });
-        let bus = Arc::new(Bus {
-            mmio,
-            serial: serial.clone(),
-            legacy: LegacyPorts,
-        });
-        Ok((
-            Self {
-                config,
-                kvm,
-                traits,
-                forks: 0,
-                bus,
-                serial,
-                generation,
-                disk,
-                vsock,
-                ram,
-            },
-            start,
-        ))
+        let generation = linux
+            .then(|| Arc::new(Mutex::new(Generation::new(ram.view().clone(), VM_GENERATION_ID, GED_GSI))));
+        let bus = Arc::new(Bus { mmio, serial: serial.clone(), legacy: LegacyPorts });
+        Ok((Self { config, kvm, traits, forks: 0, bus, serial, generation, disk, vsock, ram }, start))
     }
 
     /// Every device, each of which is attached and detached with the process.
@@ -165,12 +130,7 @@ impl Machine {
     /// Numbers of the descriptors a child shares with its parent: the explicit list of DESIGN section 4.
     pub fn shared_fds(&self) -> Vec<RawFd> {
         let mut fds = vec![self.kvm.as_raw_fd()];
-        fds.extend(
-            self.ram
-                .regions()
-                .iter()
-                .filter_map(|(_, region)| layer_fd(region)),
-        );
+        fds.extend(self.ram.regions().iter().filter_map(|(_, region)| layer_fd(region)));
         if let Some(disk) = &self.disk {
             let disk = lock(disk);
             let disk = disk.device().disk();
@@ -196,9 +156,7 @@ impl Machine {
             BootSource::Linux { .. } => Doorbells::Ignored,
             BootSource::Payload { .. } => {
                 let [a, b, c, d, ..] = vm_generation;
-                Doorbells::Forwarded {
-                    generation: u32::from_be_bytes([a, b, c, d]),
-                }
+                Doorbells::Forwarded { generation: u32::from_be_bytes([a, b, c, d]) }
             }
         }
     }
@@ -219,27 +177,17 @@ fn check_limits(config: &BootConfig) -> Result<(), VmmError> {
         BootSource::Payload { .. } => (16..=12288, "16 to 12288"),
     };
     if !memory_range.contains(&config.memory_mib) {
-        return Err(VmmError::OutOfRange {
-            what: "memory_mib",
-            value: config.memory_mib.into(),
-            range,
-        });
+        return Err(VmmError::OutOfRange { what: "memory_mib", value: config.memory_mib.into(), range });
     }
     if !(1..=8).contains(&config.vcpus) {
-        return Err(VmmError::OutOfRange {
-            what: "vcpus",
-            value: config.vcpus.into(),
-            range: "1 to 8",
-        });
+        return Err(VmmError::OutOfRange { what: "vcpus", value: config.vcpus.into(), range: "1 to 8" });
     }
     Ok(())
 }
 
 /// Reads 32 hexadecimal digits.
 pub fn parse_generation(text: &str) -> Result<[u8; 16], VmmError> {
-    let bad = || VmmError::Generation {
-        value: text.to_owned(),
-    };
+    let bad = || VmmError::Generation { value: text.to_owned() };
     if text.len() != 32 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Err(bad());
     }
@@ -249,28 +197,15 @@ pub fn parse_generation(text: &str) -> Result<[u8; 16], VmmError> {
 
 fn open_disk(config: &DiskConfig, ram: &GuestRam) -> Result<Shared<MmioTransport<Blk>>, VmmError> {
     let disk = OverlayDisk::open(config)?;
-    Ok(Arc::new(Mutex::new(MmioTransport::new(
-        Blk::new(disk),
-        ram.view().clone(),
-        VIRTIO_MMIO_GSI_BASE,
-    ))))
+    Ok(Arc::new(Mutex::new(MmioTransport::new(Blk::new(disk), ram.view().clone(), VIRTIO_MMIO_GSI_BASE))))
 }
 
 fn load_guest(config: &BootConfig, ram: &GuestRam, windows: u32) -> Result<Start, VmmError> {
     match &config.source {
-        BootSource::Linux {
-            kernel,
-            initramfs,
-            cmdline,
-        } => {
+        BootSource::Linux { kernel, initramfs, cmdline } => {
             let rsdp = acpi::write_tables(ram.view(), config.vcpus, windows)?;
             let cmdline = linux_cmdline(config, cmdline);
-            let linux = boot::LinuxBoot {
-                kernel,
-                initramfs: initramfs.as_deref(),
-                cmdline: &cmdline,
-                rsdp,
-            };
+            let linux = boot::LinuxBoot { kernel, initramfs: initramfs.as_deref(), cmdline: &cmdline, rsdp };
             Ok(Start::Linux(boot::load_linux(ram.view(), &linux)?))
         }
         BootSource::Payload { file } => {
@@ -304,26 +239,13 @@ mod tests {
 
     #[test]
     fn a_generation_id_is_read_as_bytes() {
-        assert_eq!(
-            parse_generation("000102030405060708090a0b0c0d0e0f").unwrap()[15],
-            15
-        );
+        assert_eq!(parse_generation("000102030405060708090a0b0c0d0e0f").unwrap()[15], 15);
     }
 
     #[test]
     fn a_bad_generation_id_is_named() {
-        for text in [
-            "",
-            "zz",
-            "+00102030405060708090a0b0c0d0e0f",
-            "000102030405060708090a0b0c0d0e0f0",
-        ] {
-            assert!(
-                parse_generation(text)
-                    .unwrap_err()
-                    .to_string()
-                    .contains("32 hexadecimal")
-            );
+        for text in ["", "zz", "+00102030405060708090a0b0c0d0e0f", "000102030405060708090a0b0c0d0e0f0"] {
+            assert!(parse_generation(text).unwrap_err().to_string().contains("32 hexadecimal"));
         }
     }
 }

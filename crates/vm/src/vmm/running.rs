@@ -37,10 +37,7 @@ pub struct Running {
 
 /// Serves a VMM that has no guest yet.
 pub fn wait_for_boot(control: ControlSocket) -> Result<Role, SocketError> {
-    let Received {
-        envelope: Envelope { seq, request },
-        fds,
-    } = match control.receive() {
+    let Received { envelope: Envelope { seq, request }, fds } = match control.receive() {
         Ok(received) => received,
         Err(SocketError::Closed) => return Ok(Role::Gone),
         Err(error @ (SocketError::Decode { .. } | SocketError::TooLong)) => {
@@ -68,22 +65,12 @@ pub fn wait_for_boot(control: ControlSocket) -> Result<Role, SocketError> {
             Ok(Role::Ended(ExitReason::Stopped, Arc::new(control)))
         }
         Request::Status => {
-            let error = VmmError::Role {
-                role: "empty",
-                request: "tell its status; boot it first",
-            };
+            let error = VmmError::Role { role: "empty", request: "tell its status; boot it first" };
             refuse(&control, seq, &error);
             Ok(Role::Empty(control))
         }
         other => {
-            refuse(
-                &control,
-                seq,
-                &VmmError::Role {
-                    role: "empty",
-                    request: request_name(&other),
-                },
-            );
+            refuse(&control, seq, &VmmError::Role { role: "empty", request: request_name(&other) });
             Ok(Role::Empty(control))
         }
     }
@@ -95,25 +82,15 @@ fn boot(
     control: &Arc<ControlSocket>,
 ) -> Result<Running, VmmError> {
     let got = fds.len();
-    let [vsock, log]: [OwnedFd; CHILD_FDS - 1] =
-        Vec::from(fds).try_into().map_err(|_| VmmError::Descriptors {
-            request: "boot",
-            wanted: CHILD_FDS - 1,
-            got,
-        })?;
+    let [vsock, log]: [OwnedFd; CHILD_FDS - 1] = Vec::from(fds)
+        .try_into()
+        .map_err(|_| VmmError::Descriptors { request: "boot", wanted: CHILD_FDS - 1, got })?;
     process::reap_automatically();
     process::name_process(&config.id);
     let vm_generation = parse_generation(&config.vm_generation)?;
     let (machine, start) = Machine::load(config)?;
-    let descriptors = Descriptors {
-        vsock_listener: Some(vsock),
-        log: Some(log),
-    };
-    let given = Endowment {
-        control: Arc::clone(control),
-        descriptors,
-        vm_generation,
-    };
+    let descriptors = Descriptors { vsock_listener: Some(vsock), log: Some(log) };
+    let given = Endowment { control: Arc::clone(control), descriptors, vm_generation };
     let attached = Attached::start(&machine, &start, given, || ())?;
     Ok(Running::new(machine, attached))
 }
@@ -121,11 +98,7 @@ fn boot(
 impl Running {
     /// A machine whose vCPUs have been let go.
     pub fn new(machine: Machine, attached: Attached) -> Self {
-        Self {
-            machine,
-            attached,
-            paused: None,
-        }
+        Self { machine, attached, paused: None }
     }
 
     /// Memory and devices.
@@ -165,11 +138,7 @@ impl Running {
 
     /// In a forked child: the half that was cloned, detached; the other half is forgotten.
     pub fn into_machine_in_child(self: Box<Self>) -> Machine {
-        let Self {
-            machine,
-            attached,
-            paused: _,
-        } = *self;
+        let Self { machine, attached, paused: _ } = *self;
         machine.detach();
         attached.forget();
         machine
@@ -180,16 +149,10 @@ impl Running {
         let mut events = Vec::with_capacity(EVENT_BATCH);
         loop {
             events.clear();
-            match epoll::wait(
-                &self.attached.poll,
-                rustix::buffer::spare_capacity(&mut events),
-                None,
-            ) {
+            match epoll::wait(&self.attached.poll, rustix::buffer::spare_capacity(&mut events), None) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => {
-                    return self.end(ExitReason::Fault(format!(
-                        "the control loop cannot wait: {error}"
-                    )));
+                    return self.end(ExitReason::Fault(format!("the control loop cannot wait: {error}")));
                 }
             }
             for event in &events {
@@ -239,10 +202,7 @@ impl Running {
 
     fn handle(
         mut self: Box<Self>,
-        Received {
-            envelope: Envelope { seq, request },
-            mut fds,
-        }: Received,
+        Received { envelope: Envelope { seq, request }, mut fds }: Received,
     ) -> Next {
         let control = self.control();
         let outcome = match request {
@@ -252,26 +212,14 @@ impl Running {
                     None => {
                         // The children that follow must be taken off the socket all the same.
                         let _ = breed::receive_litter(&control, count);
-                        refuse(
-                            &control,
-                            seq,
-                            &VmmError::Descriptors {
-                                request: "fork",
-                                wanted: 1,
-                                got: 0,
-                            },
-                        );
+                        refuse(&control, seq, &VmmError::Descriptors { request: "fork", wanted: 1, got: 0 });
                         Next::Again(self)
                     }
                 };
             }
             Request::Freeze => match fds.pop_front() {
                 Some(zygote) => return Next::of(freeze::freeze(self, seq, zygote)),
-                None => Err(VmmError::Descriptors {
-                    request: "freeze",
-                    wanted: 1,
-                    got: 0,
-                }),
+                None => Err(VmmError::Descriptors { request: "freeze", wanted: 1, got: 0 }),
             },
             Request::Stop => {
                 answer(&control, seq, Reply::Done);
@@ -280,10 +228,9 @@ impl Running {
             Request::Status => Ok(Reply::Status(Box::new(self.status()))),
             Request::Pause => self.pause().map(|()| Reply::Done),
             Request::Resume => self.resume().map(|()| Reply::Done),
-            request @ (Request::Boot(_) | Request::Child(_)) => Err(VmmError::Role {
-                role: "running",
-                request: request_name(&request),
-            }),
+            request @ (Request::Boot(_) | Request::Child(_)) => {
+                Err(VmmError::Role { role: "running", request: request_name(&request) })
+            }
         };
         match outcome {
             Ok(reply) => answer(&control, seq, reply),
@@ -294,10 +241,7 @@ impl Running {
 
     fn pause(&mut self) -> Result<(), VmmError> {
         if self.paused.is_some() {
-            return Err(VmmError::Role {
-                role: "paused",
-                request: "pause",
-            });
+            return Err(VmmError::Role { role: "paused", request: "pause" });
         }
         match self.attached.stop_and_save() {
             Ok(saved) => {
@@ -313,10 +257,7 @@ impl Running {
 
     fn resume(&mut self) -> Result<(), VmmError> {
         if self.paused.take().is_none() {
-            return Err(VmmError::Role {
-                role: "running",
-                request: "resume",
-            });
+            return Err(VmmError::Role { role: "running", request: "resume" });
         }
         self.release();
         Ok(())
@@ -337,10 +278,7 @@ impl Running {
             TwinFork::Parent(running, Ok((times, pidfd))) => {
                 self = running;
                 self.machine.forks += 1;
-                let message = Message::Reply {
-                    seq,
-                    result: Ok(Reply::Forked(times)),
-                };
+                let message = Message::Reply { seq, result: Ok(Reply::Forked(times)) };
                 // If the host is gone, the next read of the control socket says so.
                 let _ = control.send(&message, &[std::os::fd::AsFd::as_fd(&pidfd)]);
                 Next::Again(self)
@@ -383,34 +321,16 @@ impl Running {
                 // The guest ran while it was copied: the twin is torn and must not have children. It may have begun
                 // to fork some; each of them dies with the control socket that the host closes on this error.
                 let _ = rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL);
-                return Err(VmmError::Watchdog {
-                    limit_ms: watchdog::LIMIT.as_millis(),
-                });
+                return Err(VmmError::Watchdog { limit_ms: watchdog::LIMIT.as_millis() });
             }
-            Ok((
-                ForkTimes {
-                    stop_requested_ns,
-                    state_saved_ns,
-                    forked_ns,
-                    resumed_ns,
-                },
-                pidfd,
-            ))
+            Ok((ForkTimes { stop_requested_ns, state_saved_ns, forked_ns, resumed_ns }, pidfd))
         });
         TwinFork::Parent(self, outcome)
     }
 
     fn status(&self) -> Status {
-        let role = if self.paused.is_some() {
-            PublicRole::Paused
-        } else {
-            PublicRole::Running
-        };
-        status(
-            &self.machine,
-            role,
-            self.attached.vcpus.shared().exits.load(Ordering::Relaxed),
-        )
+        let role = if self.paused.is_some() { PublicRole::Paused } else { PublicRole::Running };
+        status(&self.machine, role, self.attached.vcpus.shared().exits.load(Ordering::Relaxed))
     }
 }
 
@@ -439,11 +359,7 @@ pub fn status(machine: &Machine, role: PublicRole, kvm_exits: u64) -> Status {
         machine.disk().map_or((0, 0, 0), |disk| {
             let disk = lock(disk);
             let disk = disk.device().disk();
-            (
-                disk.overlay_bytes(),
-                disk.overlay_limit_bytes(),
-                disk.refused_writes(),
-            )
+            (disk.overlay_bytes(), disk.overlay_limit_bytes(), disk.refused_writes())
         });
     Status {
         role,
@@ -453,33 +369,19 @@ pub fn status(machine: &Machine, role: PublicRole, kvm_exits: u64) -> Status {
         overlay_limit_bytes,
         overlay_refused_writes,
         log_dropped_bytes: lock(machine.serial()).log().dropped_bytes(),
-        vsock_connections: machine
-            .vsock()
-            .map_or(0, |vsock| lock(vsock).device().connection_count() as u64),
+        vsock_connections: machine.vsock().map_or(0, |vsock| lock(vsock).device().connection_count() as u64),
         memory_bytes: machine.ram.len_bytes(),
     }
 }
 
 /// Sends the successful outcome of a request. If the host is gone, the next read says so.
 pub fn answer(control: &ControlSocket, seq: u64, reply: Reply) {
-    let _ = control.send(
-        &Message::Reply {
-            seq,
-            result: Ok(reply),
-        },
-        &[],
-    );
+    let _ = control.send(&Message::Reply { seq, result: Ok(reply) }, &[]);
 }
 
 /// Sends the failure of a request. If the host is gone, the next read says so.
 pub fn refuse(control: &ControlSocket, seq: u64, error: &VmmError) {
-    let _ = control.send(
-        &Message::Reply {
-            seq,
-            result: Err(error.to_control()),
-        },
-        &[],
-    );
+    let _ = control.send(&Message::Reply { seq, result: Err(error.to_control()) }, &[]);
 }
 
 /// How a request is called in an error.

@@ -29,20 +29,17 @@ impl Watchdog {
     pub fn arm(shared: &Arc<vcpu::Shared>) -> std::io::Result<Self> {
         let phase = Arc::new((Mutex::new(Phase::Armed), Condvar::new()));
         let (theirs, shared) = (Arc::clone(&phase), Arc::clone(shared));
-        std::thread::Builder::new()
-            .name("watchdog".into())
-            .stack_size(64 << 10)
-            .spawn(move || {
-                let (lock, wake) = &*theirs;
-                let guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
-                let (mut guard, _) = wake
-                    .wait_timeout_while(guard, LIMIT, |phase| *phase == Phase::Armed)
-                    .unwrap_or_else(PoisonError::into_inner);
-                if *guard == Phase::Armed {
-                    *guard = Phase::Fired;
-                    shared.gate.release(Verdict::Run);
-                }
-            })?;
+        std::thread::Builder::new().name("watchdog".into()).stack_size(64 << 10).spawn(move || {
+            let (lock, wake) = &*theirs;
+            let guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
+            let (mut guard, _) = wake
+                .wait_timeout_while(guard, LIMIT, |phase| *phase == Phase::Armed)
+                .unwrap_or_else(PoisonError::into_inner);
+            if *guard == Phase::Armed {
+                *guard = Phase::Fired;
+                shared.gate.release(Verdict::Run);
+            }
+        })?;
         Ok(Self { phase })
     }
 

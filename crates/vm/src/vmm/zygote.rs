@@ -34,19 +34,10 @@ impl Zygote {
         match prepared {
             Ok(children) => {
                 process::name_process("zygote");
-                Role::Zygote(Box::new(Self {
-                    brood: Box::new(Brood { machine, saved }),
-                    control,
-                    children,
-                }))
+                Role::Zygote(Box::new(Self { brood: Box::new(Brood { machine, saved }), control, children }))
             }
             Err(error) => {
-                let _ = control.send(
-                    &Message::Event(Event::Failed {
-                        error: error.to_control(),
-                    }),
-                    &[],
-                );
+                let _ = control.send(&Message::Event(Event::Failed { error: error.to_control() }), &[]);
                 Role::Gone
             }
         }
@@ -55,10 +46,8 @@ impl Zygote {
     /// Forks clones as asked until it is stopped or the host is gone.
     pub fn serve(mut self: Box<Self>) -> Role {
         loop {
-            let mut polled = [
-                PollFd::new(&self.control, PollFlags::IN),
-                PollFd::new(&self.children, PollFlags::IN),
-            ];
+            let mut polled =
+                [PollFd::new(&self.control, PollFlags::IN), PollFd::new(&self.children, PollFlags::IN)];
             match rustix::event::poll(&mut polled, None) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 // Nothing can be waited for any more; ending is all that is left.
@@ -79,11 +68,8 @@ impl Zygote {
 
     fn report_deaths(&mut self) {
         for death in self.children.reap() {
-            let event = Event::ChildExited {
-                pid: death.pid,
-                exit_status: death.exit_status,
-                signal: death.signal,
-            };
+            let event =
+                Event::ChildExited { pid: death.pid, exit_status: death.exit_status, signal: death.signal };
             let _ = self.control.send(&Message::Event(event), &[]);
         }
     }
@@ -104,12 +90,8 @@ impl Zygote {
             Request::Fork { count } => return self.fork(seq, count),
             Request::Stop => {
                 running::answer(&self.control, seq, Reply::Done);
-                let _ = self.control.send(
-                    &Message::Event(Event::Exited {
-                        reason: ExitReason::Stopped,
-                    }),
-                    &[],
-                );
+                let _ =
+                    self.control.send(&Message::Event(Event::Exited { reason: ExitReason::Stopped }), &[]);
                 return Next::Become(Role::Gone);
             }
             Request::Status => {
@@ -118,10 +100,7 @@ impl Zygote {
             }
             other => other,
         };
-        let error = VmmError::Role {
-            role: "a zygote",
-            request: running::request_name(&request),
-        };
+        let error = VmmError::Role { role: "a zygote", request: running::request_name(&request) };
         running::refuse(&self.control, seq, &error);
         Next::Again(self)
     }
@@ -135,11 +114,7 @@ impl Zygote {
                 return Next::Again(self);
             }
         };
-        let Self {
-            brood,
-            control,
-            children,
-        } = *self;
+        let Self { brood, control, children } = *self;
         let (mut brood, control) = match breed::fork_litter(brood, control, litter) {
             Bred::Parent(brood, control) => (brood, control),
             Bred::Child(role) => {
@@ -157,11 +132,7 @@ impl Zygote {
             resumed_ns: start_ns,
         };
         running::answer(&control, seq, Reply::Forked(times));
-        Next::Again(Box::new(Self {
-            brood,
-            control,
-            children,
-        }))
+        Next::Again(Box::new(Self { brood, control, children }))
     }
 
     fn status(&self) -> Status {

@@ -53,11 +53,7 @@ impl Report {
             "sandbox", "private_kib", "shared_kib", "pss_kib", "pagetab_kib"
         );
         for sandbox in &self.memory {
-            let kib = |field: &str| {
-                sandbox[field]
-                    .as_u64()
-                    .map_or_else(|| "-".into(), |kib| kib.to_string())
-            };
+            let kib = |field: &str| sandbox[field].as_u64().map_or_else(|| "-".into(), |kib| kib.to_string());
             println!(
                 "{:<24} {:>14} {:>14} {:>14} {:>14}",
                 sandbox["id"].as_str().unwrap_or("-"),

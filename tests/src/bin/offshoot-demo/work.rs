@@ -17,16 +17,9 @@ const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 
 /// Runs everything and tells what came out.
 pub fn main_job(arguments: &Arguments) -> anyhow::Result<Report> {
-    let stack = Stack::start(
-        &arguments.bin_dir,
-        &arguments.state,
-        &[("debian", &arguments.image)],
-    )?;
+    let stack = Stack::start(&arguments.bin_dir, &arguments.state, &[("debian", &arguments.image)])?;
     let job = job(&stack, arguments).map_err(|error| {
-        error.context(format!(
-            "the daemon's log ends with\n{}",
-            last_lines(&stack.daemon_log(), 20)
-        ))
+        error.context(format!("the daemon's log ends with\n{}", last_lines(&stack.daemon_log(), 20)))
     })?;
     stack.stop()?;
     Ok(job)
@@ -36,39 +29,25 @@ fn job(stack: &Stack, arguments: &Arguments) -> anyhow::Result<Report> {
     let mut stop_lines = BTreeMap::new();
     say("boot the image, import numpy, make a 64 MiB array, freeze");
     let template = timed(&mut stop_lines, "template ready", || {
-        stack.build_template(
-            "numpy",
-            "debian",
-            include_str!("warm.py"),
-            &["--memory-mib", "512"],
-        )
+        stack.build_template("numpy", "debian", include_str!("warm.py"), &["--memory-mib", "512"])
     })?;
-    for (line, name) in [
-        ("boot_ms", "template: booted"),
-        ("warm_ms", "template: warmed"),
-        ("freeze_ms", "template: frozen"),
-    ] {
+    for (line, name) in
+        [("boot_ms", "template: booted"), ("warm_ms", "template: warmed"), ("freeze_ms", "template: frozen")]
+    {
         if let Some(ms) = template["stop_lines"][line].as_f64() {
             stop_lines.insert(name.into(), ms);
         }
     }
     say(&format!("clone it {} times", arguments.clones));
     let count = arguments.clones;
-    let clones = timed(
-        &mut stop_lines,
-        "all clones: call returned, identity in force",
-        || stack.create("numpy", count),
-    )?;
+    let clones = timed(&mut stop_lines, "all clones: call returned, identity in force", || {
+        stack.create("numpy", count)
+    })?;
     note_stop_lines(&mut stop_lines, "clone", &clones);
     let ids: Vec<String> = clones.iter().map(id).collect();
     say("run Python in each");
-    let answers = timed(&mut stop_lines, "all clones: all results", || {
-        ask_all(stack, &ids)
-    })?;
-    let correct = (0u64..)
-        .zip(&answers)
-        .filter(|(number, answer)| answer.is_right(*number))
-        .count();
+    let answers = timed(&mut stop_lines, "all clones: all results", || ask_all(stack, &ids))?;
+    let correct = (0u64..).zip(&answers).filter(|(number, answer)| answer.is_right(*number)).count();
 
     say("in one: change the array and a file, count in RAM and on disk");
     let parent = ids.first().context("no clone to fork")?;
@@ -80,11 +59,9 @@ fn job(stack: &Stack, arguments: &Arguments) -> anyhow::Result<Report> {
     wait_for_ticks(stack, parent, 10)?;
     let (before_ticks, _) = counters(stack, parent)?;
     say(&format!("fork it {} times while it counts", arguments.forks));
-    let (forks, times) = timed(
-        &mut stop_lines,
-        "all forks: call returned, identity in force",
-        || stack.fork(parent, arguments.forks),
-    )?;
+    let (forks, times) = timed(&mut stop_lines, "all forks: call returned, identity in force", || {
+        stack.fork(parent, arguments.forks)
+    })?;
     if let Some(ms) = times["pause_ms"].as_f64() {
         stop_lines.insert("fork: parent's pause".into(), ms);
     }
@@ -94,9 +71,7 @@ fn job(stack: &Stack, arguments: &Arguments) -> anyhow::Result<Report> {
     say("write in each, look in all");
     let isolated = check_isolation(stack, parent, &forks, &ids[1..])?;
 
-    let fork_answers = timed(&mut stop_lines, "all forks: all results", || {
-        ask_all(stack, &forks)
-    })?;
+    let fork_answers = timed(&mut stop_lines, "all forks: all results", || ask_all(stack, &forks))?;
     let everyone: Vec<&Answer> = answers.iter().chain(&fork_answers).collect();
     let random: HashSet<&str> = everyone.iter().map(|answer| answer.random.as_str()).collect();
     Ok(Report {
@@ -137,10 +112,7 @@ impl Answer {
 
 /// Asks each sandbox for a sum over the warm array with its own number, random bytes and the time.
 fn ask_all(stack: &Stack, ids: &[String]) -> anyhow::Result<Vec<Answer>> {
-    (0u64..)
-        .zip(ids)
-        .map(|(number, id)| ask(stack, id, number))
-        .collect()
+    (0u64..).zip(ids).map(|(number, id)| ask(stack, id, number)).collect()
 }
 
 fn ask(stack: &Stack, id: &str, number: u64) -> anyhow::Result<Answer> {
@@ -182,10 +154,7 @@ fn look(stack: &Stack, id: &str) -> anyhow::Result<Value> {
 
 fn counters(stack: &Stack, id: &str) -> anyhow::Result<(u64, u64)> {
     let pair = stack.value(id, &format!("json.dumps(counters({TICKS:?}))"))?;
-    Ok((
-        pair[0].as_u64().unwrap_or_default(),
-        pair[1].as_u64().unwrap_or_default(),
-    ))
+    Ok((pair[0].as_u64().unwrap_or_default(), pair[1].as_u64().unwrap_or_default()))
 }
 
 fn wait_for_ticks(stack: &Stack, id: &str, ticks: u64) -> anyhow::Result<()> {
@@ -216,11 +185,7 @@ fn count_consistent(
         // The disk is read first; while the reply is made the thread may tick once more.
         let agrees = ram >= disk && ram - disk <= 2;
         let own = past(fork)?;
-        let shared = own
-            .iter()
-            .zip(&parents)
-            .take_while(|(own, parent)| own == parent)
-            .count() as u64;
+        let shared = own.iter().zip(&parents).take_while(|(own, parent)| own == parent).count() as u64;
         let goes_on = wait_for_ticks(stack, fork, ram + 2).is_ok();
         let diverged = own.len() as u64 > shared && parents.len() as u64 > shared;
         if agrees && goes_on && shared >= before_ticks && diverged {
@@ -245,18 +210,10 @@ fn check_isolation(stack: &Stack, parent: &str, forks: &[String], others: &[Stri
         }
     };
     for (number, fork) in (0u64..).zip(forks) {
-        expect(
-            fork,
-            stack.value(fork, &change(1000 + number))?,
-            json!([777, "777"]),
-        );
+        expect(fork, stack.value(fork, &change(1000 + number))?, json!([777, "777"]));
     }
     for (number, fork) in (0u64..).zip(forks) {
-        expect(
-            fork,
-            look(stack, fork)?,
-            json!([1000 + number, (1000 + number).to_string()]),
-        );
+        expect(fork, look(stack, fork)?, json!([1000 + number, (1000 + number).to_string()]));
     }
     expect(parent, look(stack, parent)?, json!([777, "777"]));
     for other in others {
@@ -281,9 +238,8 @@ fn memory(stack: &Stack) -> anyhow::Result<Vec<Value>> {
 /// The slowest of several sandboxes at each of their stop-lines.
 fn note_stop_lines(stop_lines: &mut BTreeMap<String, f64>, what: &str, sandboxes: &[Value]) {
     for line in ["first_instruction", "agent_replied", "identity_applied"] {
-        let times = sandboxes
-            .iter()
-            .filter_map(|sandbox| sandbox["stop_lines"][format!("{line}_ms")].as_f64());
+        let times =
+            sandboxes.iter().filter_map(|sandbox| sandbox["stop_lines"][format!("{line}_ms")].as_f64());
         if let Some(slowest) = times.max_by(f64::total_cmp) {
             stop_lines.insert(format!("slowest {what}: {line}"), slowest);
         }

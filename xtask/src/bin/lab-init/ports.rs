@@ -29,11 +29,8 @@ pub fn open(name: &str) -> Result<File> {
 }
 
 fn find(name: &str) -> Option<String> {
-    fs::read_dir("/sys/class/virtio-ports")
-        .ok()?
-        .flatten()
-        .find_map(|entry| {
-            let found = fs::read_to_string(entry.path().join("name")).ok()?;
-            (found.trim() == name).then(|| entry.file_name().to_string_lossy().into_owned())
-        })
+    fs::read_dir("/sys/class/virtio-ports").ok()?.flatten().find_map(|entry| {
+        let found = fs::read_to_string(entry.path().join("name")).ok()?;
+        (found.trim() == name).then(|| entry.file_name().to_string_lossy().into_owned())
+    })
 }

@@ -23,10 +23,7 @@ const DRAIN: Duration = Duration::from_secs(2);
 const CHUNK_BYTES: usize = 32 * 1024;
 /// Environment of every command; the job's comes on top.
 const ENVIRONMENT: [(&str, &str); 5] = [
-    (
-        "PATH",
-        "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    ),
+    ("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
     ("HOME", "/root"),
     ("USER", "root"),
     ("LANG", "C.UTF-8"),
@@ -47,12 +44,7 @@ pub fn run(job: &Job) -> Result<()> {
     let (pid, copies) = match start(job, &control) {
         Ok(started) => started,
         Err(error) => {
-            send(
-                &mut control,
-                &FromLab::NotStarted {
-                    message: format!("{error:#}"),
-                },
-            )?;
+            send(&mut control, &FromLab::NotStarted { message: format!("{error:#}") })?;
             return wait_for_the_end();
         }
     };
@@ -62,19 +54,9 @@ pub fn run(job: &Job) -> Result<()> {
         std::thread::sleep(Duration::from_millis(5));
     }
     rustix::fs::sync();
-    let [stdout_bytes, stderr_bytes] = [0, 1].map(|n| {
-        copies
-            .get(n)
-            .map_or(0, |copy: &Copy| copy.bytes.load(Ordering::SeqCst))
-    });
-    send(
-        &mut control,
-        &FromLab::Exited {
-            code,
-            stdout_bytes,
-            stderr_bytes,
-        },
-    )?;
+    let [stdout_bytes, stderr_bytes] =
+        [0, 1].map(|n| copies.get(n).map_or(0, |copy: &Copy| copy.bytes.load(Ordering::SeqCst)));
+    send(&mut control, &FromLab::Exited { code, stdout_bytes, stderr_bytes })?;
     wait_for_the_end()
 }
 
@@ -88,9 +70,7 @@ fn wait_for_the_end() -> Result<()> {
 fn send(control: &mut File, message: &FromLab) -> Result<()> {
     let mut line = serde_json::to_vec(message).context("a message is plain data")?;
     line.push(b'\n');
-    control
-        .write_all(&line)
-        .context("could not write to the control port")
+    control.write_all(&line).context("could not write to the control port")
 }
 
 /// Starts the command; returns its process id and its streams.
@@ -99,10 +79,7 @@ fn start(job: &Job, control: &File) -> Result<(i32, Vec<Copy>)> {
     let mut command = match job.terminal {
         None => {
             let mut command = Command::new(program);
-            command
-                .stdin(Stdio::null())
-                .stdout(Stdio::piped())
-                .stderr(Stdio::piped());
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
             command
         }
         Some(_) => {
@@ -112,12 +89,7 @@ fn start(job: &Job, control: &File) -> Result<(i32, Vec<Copy>)> {
             command
         }
     };
-    command
-        .args(arguments)
-        .env_clear()
-        .envs(ENVIRONMENT)
-        .envs(&job.env)
-        .current_dir(&job.cwd);
+    command.args(arguments).env_clear().envs(ENVIRONMENT).envs(&job.env).current_dir(&job.cwd);
     match job.terminal {
         None => start_piped(&mut command, program),
         Some(size) => start_on_terminal(&mut command, size, control),
@@ -126,9 +98,7 @@ fn start(job: &Job, control: &File) -> Result<(i32, Vec<Copy>)> {
 
 fn start_piped(command: &mut Command, program: &str) -> Result<(i32, Vec<Copy>)> {
     let (stdout, stderr) = (ports::open(STDOUT_PORT)?, ports::open(STDERR_PORT)?);
-    let mut child = command
-        .spawn()
-        .with_context(|| format!("could not start {program} in the lab"))?;
+    let mut child = command.spawn().with_context(|| format!("could not start {program} in the lab"))?;
     let pid = i32::try_from(child.id()).context("process ids are positive")?;
     let mut copies = Vec::new();
     if let Some(from) = child.stdout.take() {
@@ -153,10 +123,7 @@ fn start_on_terminal(command: &mut Command, size: TerminalSize, control: &File) 
         .with_context(|| format!("could not open {path}"))?;
     let master = File::from(master);
     resize(&master, size);
-    command
-        .stdin(slave.try_clone()?)
-        .stdout(slave.try_clone()?)
-        .stderr(slave);
+    command.stdin(slave.try_clone()?).stdout(slave.try_clone()?).stderr(slave);
     let child = command.spawn().context("could not start setsid in the lab")?;
     let pid = i32::try_from(child.id()).context("process ids are positive")?;
     let (keys, stdout) = (ports::open(STDIN_PORT)?, ports::open(STDOUT_PORT)?);
@@ -174,22 +141,14 @@ fn start_on_terminal(command: &mut Command, size: TerminalSize, control: &File) 
 }
 
 fn resize(terminal: &File, size: TerminalSize) {
-    let size = Winsize {
-        ws_row: size.rows,
-        ws_col: size.columns,
-        ws_xpixel: 0,
-        ws_ypixel: 0,
-    };
+    let size = Winsize { ws_row: size.rows, ws_col: size.columns, ws_xpixel: 0, ws_ypixel: 0 };
     // A terminal that has gone takes no size; its session is ending.
     let _ = tcsetwinsize(terminal, size);
 }
 
 /// Copies `from` to `to` in a thread until either ends.
 fn copy(mut from: impl Read + Send + 'static, mut to: File) -> Copy {
-    let copy = Copy {
-        bytes: Arc::default(),
-        ended: Arc::default(),
-    };
+    let copy = Copy { bytes: Arc::default(), ended: Arc::default() };
     let (bytes, ended) = (Arc::clone(&copy.bytes), Arc::clone(&copy.ended));
     std::thread::spawn(move || {
         let mut buffer = vec![0; CHUNK_BYTES];
@@ -223,8 +182,6 @@ fn reap_until(pid: i32) -> Result<u8> {
 }
 
 fn code_of(status: WaitStatus) -> u8 {
-    let code = status
-        .exit_status()
-        .or_else(|| status.terminating_signal().map(|signal| 128 + signal));
+    let code = status.exit_status().or_else(|| status.terminating_signal().map(|signal| 128 + signal));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX)
 }

@@ -42,23 +42,12 @@ pub fn load_modules() -> Result<()> {
 /// Puts the root together (read-only disk, writable memory over it, the shares) and enters it.
 pub fn enter_root(job: &Job) -> Result<()> {
     wait_for_device("/dev/vda")?;
-    mount_with(
-        "/dev/vda",
-        "ext4",
-        "/lower",
-        MountFlags::RDONLY | MountFlags::NOATIME,
-        "",
-    )?;
+    mount_with("/dev/vda", "ext4", "/lower", MountFlags::RDONLY | MountFlags::NOATIME, "")?;
     mount_at("tmpfs", "tmpfs", "/upper", &format!("size={}m", job.tmpfs_mib))?;
     for dir in ["/upper/data", "/upper/work"] {
         make_dir(Path::new(dir))?;
     }
-    mount_at(
-        "overlay",
-        "overlay",
-        NEW,
-        "lowerdir=/lower,upperdir=/upper/data,workdir=/upper/work",
-    )?;
+    mount_at("overlay", "overlay", NEW, "lowerdir=/lower,upperdir=/upper/data,workdir=/upper/work")?;
     for share in &job.shares {
         let inside = Path::new(NEW).join(share.path.strip_prefix("/").unwrap_or(&share.path));
         mount_at(&share.tag, "virtiofs", &inside.to_string_lossy(), "")?;
@@ -91,10 +80,7 @@ pub fn settle(job: &Job) -> Result<()> {
     link("/proc/self/fd/2", "/dev/stderr")?;
     if let Some(version) = job.modules_dir.file_name() {
         make_dir(Path::new("/lib/modules"))?;
-        link(
-            &job.modules_dir.to_string_lossy(),
-            &Path::new("/lib/modules").join(version).to_string_lossy(),
-        )?;
+        link(&job.modules_dir.to_string_lossy(), &Path::new("/lib/modules").join(version).to_string_lossy())?;
     }
     for device in ["/dev/kvm", "/dev/net/tun", "/dev/vhost-vsock"] {
         match fs::set_permissions(device, fs::Permissions::from_mode(0o666)) {
@@ -103,18 +89,9 @@ pub fn settle(job: &Job) -> Result<()> {
         }
     }
     rustix::system::sethostname(b"lab").context("could not set the host name")?;
-    setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: Some(OPEN_FILES),
-            maximum: Some(OPEN_FILES),
-        },
-    )
-    .context("could not raise the limit of open files")?;
-    let unlimited = Rlimit {
-        current: None,
-        maximum: None,
-    };
+    setrlimit(Resource::Nofile, Rlimit { current: Some(OPEN_FILES), maximum: Some(OPEN_FILES) })
+        .context("could not raise the limit of open files")?;
+    let unlimited = Rlimit { current: None, maximum: None };
     setrlimit(Resource::Nproc, unlimited).context("could not raise the limit of processes")?;
     setrlimit(Resource::Memlock, unlimited).context("could not raise the limit of locked memory")?;
     for (setting, value) in [
@@ -125,10 +102,7 @@ pub fn settle(job: &Job) -> Result<()> {
     ] {
         fs::write(setting, value).with_context(|| format!("could not set {setting}"))?;
     }
-    match std::process::Command::new("/sbin/ip")
-        .args(["link", "set", "lo", "up"])
-        .status()
-    {
+    match std::process::Command::new("/sbin/ip").args(["link", "set", "lo", "up"]).status() {
         Ok(status) if status.success() => Ok(()),
         other => bail!("could not bring up the loopback interface: {other:?}"),
     }

@@ -29,19 +29,16 @@ async fn send(agent: &Agent, parts: &Parts) -> Result<Answer, Refusal> {
         let resolved = resolved.clone();
         move || open_regular(&resolved)
     });
-    let opened = open
-        .await
-        .map_err(|_| refuse(StatusCode::INTERNAL_SERVER_ERROR, "the file reader stopped"))?;
+    let opened =
+        open.await.map_err(|_| refuse(StatusCode::INTERNAL_SERVER_ERROR, "the file reader stopped"))?;
     let (file, metadata) = opened.map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => refuse(StatusCode::NOT_FOUND, format!("path '{path}' does not exist")),
-        io::ErrorKind::IsADirectory => refuse(
-            StatusCode::BAD_REQUEST,
-            format!("path '{path}' is a directory, not a file"),
-        ),
-        io::ErrorKind::InvalidInput => refuse(
-            StatusCode::BAD_REQUEST,
-            format!("path '{path}' is not a regular file"),
-        ),
+        io::ErrorKind::IsADirectory => {
+            refuse(StatusCode::BAD_REQUEST, format!("path '{path}' is a directory, not a file"))
+        }
+        io::ErrorKind::InvalidInput => {
+            refuse(StatusCode::BAD_REQUEST, format!("path '{path}' is not a regular file"))
+        }
         _ => refuse(status_of(&error), format!("could not open '{path}': {error}")),
     })?;
     let mut answer = respond(parts, file, metadata.len(), &path)?;
@@ -55,11 +52,7 @@ async fn send(agent: &Agent, parts: &Parts) -> Result<Answer, Refusal> {
 }
 
 fn respond(parts: &Parts, file: File, size: u64, path: &str) -> Result<Answer, Refusal> {
-    let asked = parts
-        .headers
-        .get(RANGE)
-        .and_then(|value| value.to_str().ok())
-        .unwrap_or_default();
+    let asked = parts.headers.get(RANGE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let mut answer = Response::new(empty());
     let (first, length) = match byte_range(asked, size) {
         Range::Whole => (0, size),
@@ -72,26 +65,16 @@ fn respond(parts: &Parts, file: File, size: u64, path: &str) -> Result<Answer, R
         Range::Outside => {
             let message = format!("range '{asked}' lies outside the {size} bytes of '{path}'");
             let mut refusal = refuse(StatusCode::RANGE_NOT_SATISFIABLE, message);
-            refusal
-                .headers_mut()
-                .insert(CONTENT_RANGE, header(&format!("bytes */{size}")));
+            refusal.headers_mut().insert(CONTENT_RANGE, header(&format!("bytes */{size}")));
             return Err(refusal);
         }
     };
     let failed = |error: io::Error| refuse(status_of(&error), format!("could not read '{path}': {error}"));
     // Files of /proc and /sys say they are empty; they are sent without a length.
-    let unsized_start = if size == 0 {
-        read_start(&file).map_err(failed)?
-    } else {
-        Bytes::new()
-    };
+    let unsized_start = if size == 0 { read_start(&file).map_err(failed)? } else { Bytes::new() };
     if unsized_start.is_empty() {
-        answer
-            .headers_mut()
-            .insert(CONTENT_LENGTH, header(&length.to_string()));
-        answer
-            .headers_mut()
-            .insert(ACCEPT_RANGES, HeaderValue::from_static("bytes"));
+        answer.headers_mut().insert(CONTENT_LENGTH, header(&length.to_string()));
+        answer.headers_mut().insert(ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     }
     if parts.method != Method::HEAD {
         *answer.body_mut() = match (size, unsized_start.is_empty()) {
@@ -112,10 +95,7 @@ fn header(text: &str) -> HeaderValue {
 
 /// Opens without waiting for the other end of a pipe, and refuses what is no regular file.
 fn open_regular(path: &Path) -> io::Result<(File, Metadata)> {
-    let file = std::fs::OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK)
-        .open(path)?;
+    let file = std::fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     let metadata = file.metadata()?;
     if metadata.is_dir() {
         return Err(io::ErrorKind::IsADirectory.into());
@@ -153,11 +133,7 @@ fn contents(file: File, start: Bytes, left: u64) -> Body {
             0 if left == u64::MAX => Ok(None),
             0 => Err(io::ErrorKind::UnexpectedEof.into()),
             _ => {
-                let left = if left == u64::MAX {
-                    left
-                } else {
-                    left - length as u64
-                };
+                let left = if left == u64::MAX { left } else { left - length as u64 };
                 Ok(Some((chunk.into(), (file, Bytes::new(), left))))
             }
         }
@@ -168,13 +144,7 @@ fn contents(file: File, start: Bytes, left: u64) -> Body {
 fn disposition(name: &str) -> String {
     let plain: String = name
         .chars()
-        .map(|c| {
-            if c.is_ascii_graphic() && c != '"' && c != '\\' || c == ' ' {
-                c
-            } else {
-                '_'
-            }
-        })
+        .map(|c| if c.is_ascii_graphic() && c != '"' && c != '\\' || c == ' ' { c } else { '_' })
         .collect();
     let encoded: String = name
         .bytes()
@@ -205,9 +175,7 @@ enum Range {
 
 /// Reads a `Range` header (RFC 9110, section 14.2) of one part.
 fn byte_range(header: &str, size: u64) -> Range {
-    let Some((first, last)) = header
-        .strip_prefix("bytes=")
-        .and_then(|range| range.trim().split_once('-'))
+    let Some((first, last)) = header.strip_prefix("bytes=").and_then(|range| range.trim().split_once('-'))
     else {
         return Range::Whole;
     };
@@ -221,10 +189,7 @@ fn byte_range(header: &str, size: u64) -> Range {
     if first >= size {
         return Range::Outside;
     }
-    Range::Part {
-        first,
-        length: last - first + 1,
-    }
+    Range::Part { first, length: last - first + 1 }
 }
 
 #[cfg(test)]
@@ -234,25 +199,10 @@ mod tests {
     #[test]
     fn ranges_of_one_part_are_served() {
         assert_eq!(byte_range("bytes=0-9", 100), Range::Part { first: 0, length: 10 });
-        assert_eq!(
-            byte_range("bytes=90-", 100),
-            Range::Part {
-                first: 90,
-                length: 10
-            }
-        );
+        assert_eq!(byte_range("bytes=90-", 100), Range::Part { first: 90, length: 10 });
         assert_eq!(byte_range("bytes=-7", 100), Range::Part { first: 93, length: 7 });
-        assert_eq!(
-            byte_range("bytes=-700", 100),
-            Range::Part {
-                first: 0,
-                length: 100
-            }
-        );
-        assert_eq!(
-            byte_range("bytes=95-400", 100),
-            Range::Part { first: 95, length: 5 }
-        );
+        assert_eq!(byte_range("bytes=-700", 100), Range::Part { first: 0, length: 100 });
+        assert_eq!(byte_range("bytes=95-400", 100), Range::Part { first: 95, length: 5 });
         assert_eq!(byte_range("bytes=100-", 100), Range::Outside);
         assert_eq!(byte_range("bytes=-0", 100), Range::Outside);
         assert_eq!(byte_range("bytes=0-", 0), Range::Outside);

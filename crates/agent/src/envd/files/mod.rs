@@ -50,10 +50,7 @@ fn user(agent: &Agent, parts: &Parts) -> Result<User, Refusal> {
         Some(name) => Some(name),
         None => connect::basic_user(&parts.headers).map_err(|error| unauthorized(error.message))?,
     };
-    agent
-        .accounts
-        .find(name.as_deref())
-        .map_err(|error| unauthorized(error.to_string()))
+    agent.accounts.find(name.as_deref()).map_err(|error| unauthorized(error.to_string()))
 }
 
 fn resolve(path: &str, user: &User) -> Result<PathBuf, Refusal> {

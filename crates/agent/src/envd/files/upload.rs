@@ -50,29 +50,19 @@ async fn receive(agent: &Agent, parts: &Parts, body: Incoming) -> Result<Vec<Rec
     let user = user(agent, parts)?;
     let metadata = metadata_of(&parts.headers)?;
     let path = query(&parts.uri, "path").filter(|path| !path.is_empty());
-    let encoding = parts
-        .headers
-        .get(CONTENT_ENCODING)
-        .and_then(|value| value.to_str().ok())
-        .unwrap_or("identity");
+    let encoding =
+        parts.headers.get(CONTENT_ENCODING).and_then(|value| value.to_str().ok()).unwrap_or("identity");
     if !encoding.eq_ignore_ascii_case("identity") {
         let message = format!("content encoding '{encoding}' is not served: send the file as it is");
         return Err(refuse(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
     }
-    let content_type = parts
-        .headers
-        .get(CONTENT_TYPE)
-        .and_then(|value| value.to_str().ok())
-        .unwrap_or_default();
+    let content_type =
+        parts.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let data = BodyDataStream::new(body);
     if let Ok(boundary) = multer::parse_boundary(content_type) {
         return receive_parts(multer::Multipart::new(data, boundary), path, &user, &metadata).await;
     }
-    if !content_type
-        .trim()
-        .to_ascii_lowercase()
-        .starts_with("application/octet-stream")
-    {
+    if !content_type.trim().to_ascii_lowercase().starts_with("application/octet-stream") {
         let message = format!(
             "content type '{content_type}' is not served: use multipart/form-data or application/octet-stream"
         );
@@ -105,20 +95,14 @@ async fn receive_parts(
                 .file_name()
                 .filter(|name| !name.is_empty())
                 .ok_or_else(|| {
-                    refuse(
-                        StatusCode::BAD_REQUEST,
-                        "neither the query nor the part names a path",
-                    )
+                    refuse(StatusCode::BAD_REQUEST, "neither the query nor the part names a path")
                 })?
                 .to_owned(),
         };
         received.push(store(&destination, user, metadata, part).await?);
     }
     if received.is_empty() {
-        return Err(refuse(
-            StatusCode::BAD_REQUEST,
-            "the multipart body has no part named \"file\"",
-        ));
+        return Err(refuse(StatusCode::BAD_REQUEST, "the multipart body has no part named \"file\""));
     }
     Ok(received)
 }
@@ -154,20 +138,9 @@ async fn store<Failure: std::fmt::Display>(
         upload = blocking(move || upload.append(&chunk)).await.map_err(failed)?;
     }
     let attributes = metadata.clone();
-    blocking(move || upload.finish(&attributes))
-        .await
-        .map_err(failed)?;
-    let name = resolved
-        .file_name()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .into_owned();
-    Ok(Received {
-        name,
-        path: resolved,
-        kind: "file",
-        metadata: metadata.clone(),
-    })
+    blocking(move || upload.finish(&attributes)).await.map_err(failed)?;
+    let name = resolved.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(Received { name, path: resolved, kind: "file", metadata: metadata.clone() })
 }
 
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
@@ -205,18 +178,8 @@ impl Upload {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let pid = std::process::id();
         let temporary = parent.join(format!(".offshoot-upload-{pid}-{number}"));
-        let file = fs::OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&temporary)?;
-        let upload = Self {
-            temporary,
-            destination,
-            file,
-            user,
-            finished: false,
-        };
+        let file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
+        let upload = Self { temporary, destination, file, user, finished: false };
         give_to(&upload.file, &upload.user)?;
         upload.file.set_permissions(fs::Permissions::from_mode(mode))?;
         Ok(upload)
@@ -229,12 +192,7 @@ impl Upload {
 
     fn finish(mut self, metadata: &Metadata) -> io::Result<()> {
         for (key, value) in metadata {
-            fsetxattr(
-                &self.file,
-                format!("user.e2b.{key}"),
-                value.as_bytes(),
-                XattrFlags::empty(),
-            )?;
+            fsetxattr(&self.file, format!("user.e2b.{key}"), value.as_bytes(), XattrFlags::empty())?;
         }
         fs::rename(&self.temporary, &self.destination)?;
         self.finished = true;
@@ -284,18 +242,11 @@ fn make_directories(path: &Path, user: &User) -> io::Result<()> {
 fn metadata_of(headers: &HeaderMap) -> Result<Metadata, Refusal> {
     let mut metadata = Metadata::new();
     for (name, value) in headers {
-        let Some(key) = name
-            .as_str()
-            .strip_prefix(METADATA_HEADER)
-            .filter(|key| !key.is_empty())
-        else {
+        let Some(key) = name.as_str().strip_prefix(METADATA_HEADER).filter(|key| !key.is_empty()) else {
             continue;
         };
         let value = value.to_str().map_err(|_| {
-            refuse(
-                StatusCode::BAD_REQUEST,
-                format!("the value of header '{name}' is not printable ASCII"),
-            )
+            refuse(StatusCode::BAD_REQUEST, format!("the value of header '{name}' is not printable ASCII"))
         })?;
         metadata.insert(key.to_owned(), value.to_owned());
     }

@@ -87,9 +87,9 @@ impl Fault for ImageStoreError {
     fn hint(&self) -> Option<String> {
         match self {
             Self::NotFound { .. } => Some("`offshoot image ls` shows what there is".into()),
-            Self::Exists { name } => Some(format!(
-                "choose another name, or `offshoot image rm {name}` first"
-            )),
+            Self::Exists { name } => {
+                Some(format!("choose another name, or `offshoot image rm {name}` first"))
+            }
             Self::InUse { .. } => Some("remove these templates first".into()),
             Self::Image { name, source } if source.kind() == ErrorKind::Corrupt => {
                 Some(format!("`offshoot image rm {name}` and make it again"))

@@ -155,9 +155,7 @@ impl Fault for SandboxError {
             Self::NotFound { .. } => "`offshoot ls` shows what there is",
             Self::Template(source) => return source.hint(),
             Self::TemplateLost { .. } => "remove the template and build it again; its sandboxes live on",
-            Self::NotRunning {
-                state: "starting", ..
-            } => "try again in a moment",
+            Self::NotRunning { state: "starting", .. } => "try again in a moment",
             Self::NotRunning { .. } => "`offshoot logs` has its console; remove it when done",
             Self::Busy { .. } => "try again, or start offshootd with a higher --max-forks-in-flight",
             Self::Resources { source, .. } => return source.hint(),

@@ -66,10 +66,7 @@ pub enum TemplateError {
         source: Box<VmmError>,
     },
     /// The guest ended during boot or warm-up.
-    #[error(
-        "build template {name:?}: the guest ended during {step}: {end}; {}",
-        or_nothing(console)
-    )]
+    #[error("build template {name:?}: the guest ended during {step}: {end}; {}", or_nothing(console))]
     GuestEnded {
         /// The template.
         name: String,
@@ -130,10 +127,7 @@ impl Fault for TemplateError {
             Self::Vmm { source, .. } => source.kind(),
             // The guest is what the caller gave us: its image, command line and warm-up.
             Self::GuestEnded { .. } | Self::BootTimeout { .. } => ErrorKind::State,
-            Self::Warm {
-                source: AgentError::Failed { .. },
-                ..
-            } => ErrorKind::Caller,
+            Self::Warm { source: AgentError::Failed { .. }, .. } => ErrorKind::Caller,
             Self::Warm { .. } | Self::Cancelled { .. } => ErrorKind::State,
         }
     }
@@ -149,14 +143,8 @@ impl Fault for TemplateError {
             Self::Vmm { source, .. } => source.code(),
             Self::GuestEnded { .. } => "guest_ended",
             Self::BootTimeout { .. } => "boot_timeout",
-            Self::Warm {
-                source: AgentError::Failed { .. },
-                ..
-            } => "warm_failed",
-            Self::Warm {
-                source: AgentError::TimedOut { .. },
-                ..
-            } => "warm_timeout",
+            Self::Warm { source: AgentError::Failed { .. }, .. } => "warm_failed",
+            Self::Warm { source: AgentError::TimedOut { .. }, .. } => "warm_timeout",
             Self::Warm { .. } => "warm_broken",
             Self::Cancelled { .. } => "cancelled",
         }
@@ -181,10 +169,9 @@ impl Fault for TemplateError {
             Self::BootTimeout { .. } => {
                 "raise boot_timeout_ms; `offshoot doctor` says whether this host runs Linux guests at full speed"
             }
-            Self::Warm {
-                source: AgentError::Failed { .. },
-                ..
-            } => "correct the warm-up; nothing was left behind",
+            Self::Warm { source: AgentError::Failed { .. }, .. } => {
+                "correct the warm-up; nothing was left behind"
+            }
             Self::Warm { .. } => "raise warm_timeout_ms or shorten the warm-up; nothing was left behind",
             Self::Setting { .. } | Self::Cancelled { .. } => return None,
         };

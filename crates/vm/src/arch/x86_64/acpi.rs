@@ -73,9 +73,7 @@ pub enum AcpiError {
 /// Fails if there are too many devices or memory does not reach there.
 pub fn write_tables(mem: &Memory, vcpus: u8, virtio_mmio_count: u32) -> Result<GuestAddress, AcpiError> {
     if virtio_mmio_count > GED_GSI - VIRTIO_MMIO_GSI_BASE {
-        return Err(AcpiError::Devices {
-            count: virtio_mmio_count,
-        });
+        return Err(AcpiError::Devices { count: virtio_mmio_count });
     }
     let mut next = ACPI_BASE + Rsdp::len().next_multiple_of(16) as u64;
     let mut place = |table: &dyn Aml| -> Result<u64, AcpiError> {
@@ -83,10 +81,7 @@ pub fn write_tables(mem: &Memory, vcpus: u8, virtio_mmio_count: u32) -> Result<G
         let address = next;
         next = (address + bytes.len() as u64).next_multiple_of(16);
         if next > VM_GENERATION_PAGE {
-            return Err(AcpiError::TooBig {
-                end: next,
-                limit: VM_GENERATION_PAGE,
-            });
+            return Err(AcpiError::TooBig { end: next, limit: VM_GENERATION_PAGE });
         }
         write(mem, address, &bytes)?;
         Ok(address)
@@ -111,12 +106,11 @@ pub fn write_vm_generation(mem: &Memory, id: [u8; 16]) -> Result<(), AcpiError> 
 }
 
 fn write(mem: &Memory, address: u64, bytes: &[u8]) -> Result<(), AcpiError> {
-    mem.write_slice(bytes, GuestAddress(address))
-        .map_err(|source| AcpiError::Write {
-            address,
-            bytes: bytes.len(),
-            source,
-        })
+    mem.write_slice(bytes, GuestAddress(address)).map_err(|source| AcpiError::Write {
+        address,
+        bytes: bytes.len(),
+        source,
+    })
 }
 
 fn serialise(table: &dyn Aml) -> Vec<u8> {
@@ -126,13 +120,7 @@ fn serialise(table: &dyn Aml) -> Vec<u8> {
 }
 
 fn io_byte(port: u16) -> GAS {
-    GAS::new(
-        AddressSpace::SystemIo,
-        8,
-        0,
-        AccessSize::ByteAccess,
-        u64::from(port),
-    )
+    GAS::new(AddressSpace::SystemIo, 8, 0, AccessSize::ByteAccess, u64::from(port))
 }
 
 fn fadt(dsdt: u64) -> impl Aml {
@@ -208,10 +196,7 @@ fn serial() -> Vec<u8> {
         vec![
             &Name::new("_HID".into(), &EISAName::new("PNP0501")),
             &Name::new("_UID".into(), &aml::ZERO),
-            &Name::new(
-                "_CRS".into(),
-                &ResourceTemplate::new(vec![&ports, &edge(SERIAL_GSI)]),
-            ),
+            &Name::new("_CRS".into(), &ResourceTemplate::new(vec![&ports, &edge(SERIAL_GSI)])),
         ],
     ))
 }
@@ -226,12 +211,7 @@ fn generation_counter() -> Vec<u8> {
             &Name::new("_HID".into(), &"VMGENCTR"),
             &Name::new("_CID".into(), &"VM_Gen_Counter"),
             &Name::new("_DDN".into(), &"VM_Gen_Counter"),
-            &Method::new(
-                "ADDR".into(),
-                0,
-                false,
-                vec![&Return::new(&Package::new(vec![&low, &high]))],
-            ),
+            &Method::new("ADDR".into(), 0, false, vec![&Return::new(&Package::new(vec![&low, &high]))]),
         ],
     ))
 }
@@ -287,12 +267,7 @@ mod tests {
         let fadt = table(mem, qword(&xsdt, 36));
         let madt = table(mem, qword(&xsdt, 44));
         let dsdt = table(mem, qword(&fadt, 140));
-        for (table, name) in [
-            (&xsdt, b"XSDT"),
-            (&fadt, b"FACP"),
-            (&madt, b"APIC"),
-            (&dsdt, b"DSDT"),
-        ] {
+        for (table, name) in [(&xsdt, b"XSDT"), (&fadt, b"FACP"), (&madt, b"APIC"), (&dsdt, b"DSDT")] {
             assert_eq!(&table[..4], name);
             assert_eq!(sum(table), 0, "checksum of {}", String::from_utf8_lossy(name));
         }
@@ -310,10 +285,7 @@ mod tests {
         // MADT: eight local APICs and one I/O APIC.
         assert_eq!(madt.len(), 44 + 8 * 8 + 12);
         // FADT: reset register and value, sleep control.
-        assert_eq!(
-            (qword(&fadt, 120), fadt[128]),
-            (u64::from(POWER_PORT), POWER_RESET)
-        );
+        assert_eq!((qword(&fadt, 120), fadt[128]), (u64::from(POWER_PORT), POWER_RESET));
         assert_eq!(qword(&fadt, 248), u64::from(POWER_PORT));
         assert_ne!(fadt[114] & 0x10, 0, "hardware-reduced");
     }
@@ -334,10 +306,7 @@ mod tests {
     #[test]
     fn interrupts_that_would_collide_are_refused() {
         let mem = testing::memory(16);
-        assert!(matches!(
-            write_tables(&mem, 1, 12),
-            Err(AcpiError::Devices { count: 12 })
-        ));
+        assert!(matches!(write_tables(&mem, 1, 12), Err(AcpiError::Devices { count: 12 })));
     }
 
     /// Writes the tables to the folder that the variable names, for `iasl -d`.

@@ -28,18 +28,9 @@ pub enum CpuidError {
 /// # Errors
 /// Fails if KVM does not say what it supports.
 pub fn for_vcpu(kvm: &Kvm, index: u8, vcpus: u8) -> Result<CpuId, CpuidError> {
-    let supported = kvm
-        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-        .map_err(CpuidError::Supported)?;
+    let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(CpuidError::Supported)?;
     let tsc_deadline = kvm.check_extension(Cap::TscDeadlineTimer);
-    let entries = guest_entries(
-        supported.as_slice(),
-        Topology {
-            index,
-            vcpus,
-            tsc_deadline,
-        },
-    );
+    let entries = guest_entries(supported.as_slice(), Topology { index, vcpus, tsc_deadline });
     CpuId::from_entries(&entries).map_err(|_| CpuidError::TooMany { count: entries.len() })
 }
 
@@ -94,19 +85,12 @@ fn guest_entries(supported: &[kvm_cpuid_entry2], topology: Topology) -> Vec<kvm_
         _ => Vendor::Amd,
     };
     let max_leaf = leaf0.map_or(0, |entry| entry.eax);
-    let mut entries: Vec<_> = supported
-        .iter()
-        .filter(|entry| !matches!(entry.function, 0xb | 0x1f))
-        .copied()
-        .collect();
+    let mut entries: Vec<_> =
+        supported.iter().filter(|entry| !matches!(entry.function, 0xb | 0x1f)).copied().collect();
     for entry in &mut entries {
         adjust(entry, vendor, topology);
     }
-    let topology_leaves: &[u32] = if vendor == Vendor::Intel {
-        &[0xb, 0x1f]
-    } else {
-        &[0xb]
-    };
+    let topology_leaves: &[u32] = if vendor == Vendor::Intel { &[0xb, 0x1f] } else { &[0xb] };
     for &leaf in topology_leaves.iter().filter(|&&leaf| leaf <= max_leaf) {
         entries.extend(extended_topology(leaf, topology));
     }
@@ -196,40 +180,19 @@ mod tests {
 
     fn leaf(function: u32, regs: [u32; 4]) -> kvm_cpuid_entry2 {
         let [eax, ebx, ecx, edx] = regs;
-        kvm_cpuid_entry2 {
-            function,
-            eax,
-            ebx,
-            ecx,
-            edx,
-            ..Default::default()
-        }
+        kvm_cpuid_entry2 { function, eax, ebx, ecx, edx, ..Default::default() }
     }
 
     fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> kvm_cpuid_entry2 {
-        *entries
-            .iter()
-            .find(|entry| entry.function == function && entry.index == index)
-            .expect("leaf")
+        *entries.iter().find(|entry| entry.function == function && entry.index == index).expect("leaf")
     }
 
     fn intel() -> Vec<kvm_cpuid_entry2> {
         vec![
-            leaf(
-                0,
-                [
-                    0x1f,
-                    u32::from_le_bytes(*b"Genu"),
-                    u32::from_le_bytes(*b"ntel"),
-                    0x4965_6e69,
-                ],
-            ),
+            leaf(0, [0x1f, u32::from_le_bytes(*b"Genu"), u32::from_le_bytes(*b"ntel"), 0x4965_6e69]),
             leaf(1, [0x806f8, 0x0012_0800, !leaf1_ecx::TSC_DEADLINE, u32::MAX]),
             leaf(0x4, [0x7c00_4121, 0, 0, 0]),
-            kvm_cpuid_entry2 {
-                index: 3,
-                ..leaf(0x4, [0xfc1f_c163, 0, 0, 0])
-            },
+            kvm_cpuid_entry2 { index: 3, ..leaf(0x4, [0xfc1f_c163, 0, 0, 0]) },
             leaf(0xa, [0x0730_0402, 0, 0, 0x603]),
             leaf(0xb, [0; 4]),
             leaf(0x1f, [0; 4]),
@@ -239,11 +202,7 @@ mod tests {
     }
 
     fn topology(index: u8, vcpus: u8) -> Topology {
-        Topology {
-            index,
-            vcpus,
-            tsc_deadline: true,
-        }
+        Topology { index, vcpus, tsc_deadline: true }
     }
 
     #[test]
@@ -282,10 +241,7 @@ mod tests {
     fn what_a_fork_could_not_carry_is_hidden() {
         let entries = guest_entries(&intel(), topology(0, 2));
         let leaf1 = find(&entries, 1, 0);
-        assert_eq!(
-            leaf1.ecx & (leaf1_ecx::VMX | leaf1_ecx::MONITOR | leaf1_ecx::PDCM),
-            0
-        );
+        assert_eq!(leaf1.ecx & (leaf1_ecx::VMX | leaf1_ecx::MONITOR | leaf1_ecx::PDCM), 0);
         let wanted = leaf1_ecx::HYPERVISOR | leaf1_ecx::X2APIC | leaf1_ecx::TSC_DEADLINE;
         assert_eq!(leaf1.ecx & wanted, wanted);
         assert_eq!(find(&entries, 0xa, 0), leaf(0xa, [0; 4]));
@@ -316,10 +272,7 @@ mod tests {
         };
         let vm = kvm.create_vm().unwrap();
         for index in 0..4 {
-            vm.create_vcpu(u64::from(index))
-                .unwrap()
-                .set_cpuid2(&for_vcpu(&kvm, index, 4).unwrap())
-                .unwrap();
+            vm.create_vcpu(u64::from(index)).unwrap().set_cpuid2(&for_vcpu(&kvm, index, 4).unwrap()).unwrap();
         }
     }
 }

@@ -42,11 +42,7 @@ pub struct E820Entry {
 /// The memory map of `mem`, ascending: conventional RAM, the firmware area (ACPI tables and the generation id, which
 /// must never be allocated), RAM from 1 MiB to the end of the low region, the high region.
 pub fn e820(mem: &Memory) -> Vec<E820Entry> {
-    let entry = |start, end: u64, kind| E820Entry {
-        start,
-        bytes: end - start,
-        kind,
-    };
+    let entry = |start, end: u64, kind| E820Entry { start, bytes: end - start, kind };
     let low_end = low_region_end(mem);
     let mut map = vec![
         entry(0, LOW_RAM_END, E820Kind::Ram),
@@ -54,15 +50,11 @@ pub fn e820(mem: &Memory) -> Vec<E820Entry> {
         entry(PAYLOAD_BASE, low_end, E820Kind::Ram),
     ];
     map.retain(|entry| entry.start < low_end);
-    map.extend(
-        mem.iter()
-            .filter(|region| region.start_addr().0 >= MMIO_GAP_END)
-            .map(|region| E820Entry {
-                start: region.start_addr().0,
-                bytes: region.len(),
-                kind: E820Kind::Ram,
-            }),
-    );
+    map.extend(mem.iter().filter(|region| region.start_addr().0 >= MMIO_GAP_END).map(|region| E820Entry {
+        start: region.start_addr().0,
+        bytes: region.len(),
+        kind: E820Kind::Ram,
+    }));
     map
 }
 
@@ -84,10 +76,7 @@ mod tests {
     use super::*;
 
     fn memory(ranges: &[(u64, usize)]) -> Memory {
-        let ranges: Vec<_> = ranges
-            .iter()
-            .map(|&(start, bytes)| (GuestAddress(start), bytes))
-            .collect();
+        let ranges: Vec<_> = ranges.iter().map(|&(start, bytes)| (GuestAddress(start), bytes)).collect();
         Memory::from_ranges(&ranges).unwrap()
     }
 
@@ -99,10 +88,7 @@ mod tests {
 
     #[test]
     fn ram_goes_on_above_the_gap() {
-        let expected = vec![
-            (GuestAddress(0), 3072 << 20),
-            (GuestAddress(MMIO_GAP_END), 9216 << 20),
-        ];
+        let expected = vec![(GuestAddress(0), 3072 << 20), (GuestAddress(MMIO_GAP_END), 9216 << 20)];
         assert_eq!(regions(12288), expected);
         assert_eq!(regions(3073)[1], (GuestAddress(MMIO_GAP_END), 1 << 20));
     }
@@ -111,24 +97,10 @@ mod tests {
     fn firmware_area_is_reserved_and_nothing_overlaps() {
         let mem = memory(&[(0, 64 << 20), (MMIO_GAP_END, 32 << 20)]);
         let map = e820(&mem);
-        assert!(
-            map.windows(2)
-                .all(|pair| pair[0].start + pair[0].bytes <= pair[1].start)
-        );
-        assert!(map.contains(&E820Entry {
-            start: ACPI_BASE,
-            bytes: 0x2_0000,
-            kind: E820Kind::Reserved
-        }));
-        assert_eq!(
-            map.last().map(|entry| (entry.start, entry.bytes)),
-            Some((MMIO_GAP_END, 32 << 20))
-        );
-        let ram: u64 = map
-            .iter()
-            .filter(|entry| entry.kind == E820Kind::Ram)
-            .map(|entry| entry.bytes)
-            .sum();
+        assert!(map.windows(2).all(|pair| pair[0].start + pair[0].bytes <= pair[1].start));
+        assert!(map.contains(&E820Entry { start: ACPI_BASE, bytes: 0x2_0000, kind: E820Kind::Reserved }));
+        assert_eq!(map.last().map(|entry| (entry.start, entry.bytes)), Some((MMIO_GAP_END, 32 << 20)));
+        let ram: u64 = map.iter().filter(|entry| entry.kind == E820Kind::Ram).map(|entry| entry.bytes).sum();
         assert_eq!(ram, total_bytes(&mem) - (PAYLOAD_BASE - LOW_RAM_END));
     }
 }

@@ -54,20 +54,15 @@ pub fn write_identity_map(
     let count = end.div_ceil(DIRECTORY_BYTES);
     for (index, entry) in table.iter_mut().enumerate() {
         let index = index as u64;
-        *entry = if index < count {
-            (directories + index * PAGE_BYTES) | link
-        } else {
-            0
-        };
+        *entry = if index < count { (directories + index * PAGE_BYTES) | link } else { 0 };
     }
     write_table(mem, pointers, &table)?;
 
     for directory in 0..count {
         for (index, entry) in table.iter_mut().enumerate() {
             let address = directory * DIRECTORY_BYTES + index as u64 * LARGE_PAGE_BYTES;
-            let mapped = ranges
-                .iter()
-                .any(|&(start, end)| address + LARGE_PAGE_BYTES > start && address < end);
+            let mapped =
+                ranges.iter().any(|&(start, end)| address + LARGE_PAGE_BYTES > start && address < end);
             *entry = if mapped { address | page } else { 0 };
         }
         write_table(mem, directories + directory * PAGE_BYTES, &table)?;
@@ -90,19 +85,14 @@ mod tests {
     /// Walks the tables as the processor does.
     fn translate(mem: &Memory, base: u64, address: u64) -> Option<(u64, u64)> {
         let entry = |table: u64, shift: u32| -> Option<u64> {
-            let entry: u64 = mem
-                .read_obj(GuestAddress(table + ((address >> shift) & 511) * 8))
-                .unwrap();
+            let entry: u64 = mem.read_obj(GuestAddress(table + ((address >> shift) & 511) * 8)).unwrap();
             (entry & PRESENT != 0).then_some(entry)
         };
         let pointer = entry(base, 39)?;
         let directory = entry(pointer & !0xfff, 30)?;
         let page = entry(directory & !0xfff, 21)?;
         assert_ne!(page & LARGE, 0);
-        Some((
-            (page & !0x1f_ffff) | (address & 0x1f_ffff),
-            pointer & directory & page,
-        ))
+        Some(((page & !0x1f_ffff) | (address & 0x1f_ffff), pointer & directory & page))
     }
 
     #[test]

@@ -94,10 +94,7 @@ pub enum PayloadError {
 /// # Errors
 /// Names the file if it cannot be read; else as [`load`].
 pub fn load_file(mem: &Memory, path: &Path, vcpus: u8) -> Result<(), PayloadError> {
-    let code = std::fs::read(path).map_err(|source| PayloadError::Read {
-        path: path.into(),
-        source,
-    })?;
+    let code = std::fs::read(path).map_err(|source| PayloadError::Read { path: path.into(), source })?;
     load(mem, &code, vcpus)
 }
 
@@ -114,20 +111,14 @@ pub fn load(mem: &Memory, code: &[u8], vcpus: u8) -> Result<(), PayloadError> {
     }
     let room_bytes = memory_map::low_region_end(mem).saturating_sub(PAYLOAD_BASE);
     if code.len() as u64 > room_bytes {
-        return Err(PayloadError::TooBig {
-            code_bytes: code.len(),
-            room_bytes,
-        });
+        return Err(PayloadError::TooBig { code_bytes: code.len(), room_bytes });
     }
     let write = |what| move |source| PayloadError::Write { what, source };
-    let ram: Vec<_> = mem
-        .iter()
-        .map(|region| (region.start_addr().0, region.start_addr().0 + region.len()))
-        .collect();
+    let ram: Vec<_> =
+        mem.iter().map(|region| (region.start_addr().0, region.start_addr().0 + region.len())).collect();
     paging::write_identity_map(mem, PAGE_TABLES, &ram, Access::User).map_err(write("page tables"))?;
     segments::write_tables(mem, Ring::User).map_err(write("descriptor tables"))?;
-    mem.write_slice(code, GuestAddress(PAYLOAD_BASE))
-        .map_err(write("the payload"))
+    mem.write_slice(code, GuestAddress(PAYLOAD_BASE)).map_err(write("the payload"))
 }
 
 /// Sets vCPU `index` of `vcpus` to enter the payload. Its CPUID must have been set.
@@ -135,13 +126,7 @@ pub fn load(mem: &Memory, code: &[u8], vcpus: u8) -> Result<(), PayloadError> {
 /// # Errors
 /// Says which ioctl failed.
 pub fn configure_vcpu(vcpu: &VcpuFd, index: u8, vcpus: u8, memory_bytes: u64) -> Result<(), PayloadError> {
-    let kvm = |action| {
-        move |source| PayloadError::Kvm {
-            action,
-            index,
-            source,
-        }
-    };
+    let kvm = |action| move |source| PayloadError::Kvm { action, index, source };
     let mut sregs = vcpu.get_sregs().map_err(kvm("read the segment registers"))?;
     segments::enter_long_mode(&mut sregs, Ring::User, PAGE_TABLES);
     vcpu.set_sregs(&sregs).map_err(kvm("set the segment registers"))?;
@@ -155,9 +140,7 @@ pub fn configure_vcpu(vcpu: &VcpuFd, index: u8, vcpus: u8, memory_bytes: u64) ->
         ..Default::default()
     };
     vcpu.set_regs(&regs).map_err(kvm("set the registers"))?;
-    let running = kvm_mp_state {
-        mp_state: KVM_MP_STATE_RUNNABLE,
-    };
+    let running = kvm_mp_state { mp_state: KVM_MP_STATE_RUNNABLE };
     vcpu.set_mp_state(running).map_err(kvm("set the run state"))
 }
 
@@ -175,14 +158,8 @@ mod tests {
     fn what_does_not_fit_is_refused() {
         let mem = testing::memory(2);
         assert!(matches!(load(&mem, &[], 1), Err(PayloadError::Empty)));
-        assert!(matches!(
-            load(&mem, &[0x90], 9),
-            Err(PayloadError::Vcpus { vcpus: 9 })
-        ));
-        assert!(matches!(
-            load(&mem, &vec![0x90; (1 << 20) + 1], 1),
-            Err(PayloadError::TooBig { .. })
-        ));
+        assert!(matches!(load(&mem, &[0x90], 9), Err(PayloadError::Vcpus { vcpus: 9 })));
+        assert!(matches!(load(&mem, &vec![0x90; (1 << 20) + 1], 1), Err(PayloadError::TooBig { .. })));
         let error = load_file(&mem, Path::new("/no/such/payload"), 1).unwrap_err();
         assert!(error.to_string().contains("/no/such/payload"));
     }
@@ -217,16 +194,10 @@ mod tests {
                 VcpuExit::IoOut(DOORBELL, data) => assert_eq!(data, expected.to_le_bytes()),
                 other => {
                     let exit = format!("{other:?}");
-                    panic!(
-                        "vcpu {index} left with {exit}: {:#x?}",
-                        vm.vcpus[index].get_regs()
-                    );
+                    panic!("vcpu {index} left with {exit}: {:#x?}", vm.vcpus[index].get_regs());
                 }
             }
-            let written: u64 = vm
-                .mem
-                .read_obj(GuestAddress(target + 4096 * index as u64))
-                .unwrap();
+            let written: u64 = vm.mem.read_obj(GuestAddress(target + 4096 * index as u64)).unwrap();
             assert_eq!(written, index as u64 * 1000);
         }
     }

@@ -70,15 +70,8 @@ pub fn enter_long_mode(sregs: &mut kvm_sregs, ring: Ring, page_table: GuestAddre
     (sregs.ds, sregs.es, sregs.ss) = (data, data, data);
     (sregs.fs, sregs.gs) = (data, data);
     sregs.tr = task();
-    sregs.ldt = kvm_segment {
-        unusable: 1,
-        ..Default::default()
-    };
-    sregs.gdt = kvm_dtable {
-        base: GDT_BASE,
-        limit: (ENTRIES * 8 - 1) as u16,
-        ..Default::default()
-    };
+    sregs.ldt = kvm_segment { unusable: 1, ..Default::default() };
+    sregs.gdt = kvm_dtable { base: GDT_BASE, limit: (ENTRIES * 8 - 1) as u16, ..Default::default() };
     sregs.idt = kvm_dtable::default();
     sregs.cr0 = CR0;
     sregs.cr3 = page_table.0;
@@ -88,33 +81,16 @@ pub fn enter_long_mode(sregs: &mut kvm_sregs, ring: Ring, page_table: GuestAddre
 
 fn code(ring: Ring) -> kvm_segment {
     // Execute, read, accessed.
-    kvm_segment {
-        selector: CODE * 8 + ring as u16,
-        type_: 0xb,
-        l: 1,
-        ..flat(ring)
-    }
+    kvm_segment { selector: CODE * 8 + ring as u16, type_: 0xb, l: 1, ..flat(ring) }
 }
 
 fn data(ring: Ring) -> kvm_segment {
     // Read, write, accessed.
-    kvm_segment {
-        selector: DATA * 8 + ring as u16,
-        type_: 0x3,
-        db: 1,
-        ..flat(ring)
-    }
+    kvm_segment { selector: DATA * 8 + ring as u16, type_: 0x3, db: 1, ..flat(ring) }
 }
 
 fn flat(ring: Ring) -> kvm_segment {
-    kvm_segment {
-        limit: u32::MAX,
-        present: 1,
-        dpl: ring as u8,
-        s: 1,
-        g: 1,
-        ..Default::default()
-    }
+    kvm_segment { limit: u32::MAX, present: 1, dpl: ring as u8, s: 1, g: 1, ..Default::default() }
 }
 
 /// VM entry wants a busy 64-bit TSS (Intel SDM vol. 3C, 27.3.1.2).
@@ -131,11 +107,7 @@ fn task() -> kvm_segment {
 
 /// The 8-byte descriptor of `segment` (Intel SDM vol. 3A, 3.4.5).
 fn descriptor(segment: &kvm_segment) -> u64 {
-    let limit = u64::from(if segment.g == 1 {
-        segment.limit >> 12
-    } else {
-        segment.limit
-    });
+    let limit = u64::from(if segment.g == 1 { segment.limit >> 12 } else { segment.limit });
     let access = u64::from(segment.type_)
         | u64::from(segment.s) << 4
         | u64::from(segment.dpl) << 5
@@ -163,13 +135,7 @@ mod tests {
 
     #[test]
     fn boot_protocol_selectors() {
-        assert_eq!(
-            (code(Ring::Kernel).selector, data(Ring::Kernel).selector),
-            (0x10, 0x18)
-        );
-        assert_eq!(
-            (code(Ring::User).selector, data(Ring::User).selector),
-            (0x13, 0x1b)
-        );
+        assert_eq!((code(Ring::Kernel).selector, data(Ring::Kernel).selector), (0x10, 0x18));
+        assert_eq!((code(Ring::User).selector, data(Ring::User).selector), (0x13, 0x1b));
     }
 }

@@ -36,11 +36,7 @@ pub fn bare_vm(kvm: &Kvm, mem: &Memory, vcpus: u8) -> TestVm {
     let vm = kvm.create_vm().unwrap();
     vm.set_tss_address(super::layout::KVM_TSS_BASE as usize).unwrap();
     vm.create_irq_chip().unwrap();
-    vm.create_pit2(kvm_pit_config {
-        flags: KVM_PIT_SPEAKER_DUMMY,
-        ..Default::default()
-    })
-    .unwrap();
+    vm.create_pit2(kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() }).unwrap();
     for (slot, region) in mem.iter().enumerate() {
         let slot = kvm_userspace_memory_region {
             slot: slot as u32,
@@ -52,14 +48,8 @@ pub fn bare_vm(kvm: &Kvm, mem: &Memory, vcpus: u8) -> TestVm {
         // SAFETY: the region is mapped as long as `mem`, a clone of which the returned value holds after `vm`.
         unsafe { vm.set_user_memory_region(slot) }.unwrap();
     }
-    let vcpus = (0..vcpus)
-        .map(|index| vm.create_vcpu(u64::from(index)).unwrap())
-        .collect();
-    TestVm {
-        vcpus,
-        vm,
-        mem: mem.clone(),
-    }
+    let vcpus = (0..vcpus).map(|index| vm.create_vcpu(u64::from(index)).unwrap()).collect();
+    TestVm { vcpus, vm, mem: mem.clone() }
 }
 
 /// A VM ready to run the payload `code`.
@@ -69,8 +59,7 @@ pub fn payload_vm(kvm: &Kvm, memory_mib: u32, vcpus: u8, code: &[u8]) -> TestVm 
     let vm = bare_vm(kvm, &mem, vcpus);
     for (index, vcpu) in vm.vcpus.iter().enumerate() {
         let index = index as u8;
-        vcpu.set_cpuid2(&cpuid::for_vcpu(kvm, index, vcpus).unwrap())
-            .unwrap();
+        vcpu.set_cpuid2(&cpuid::for_vcpu(kvm, index, vcpus).unwrap()).unwrap();
         payload::configure_vcpu(vcpu, index, vcpus, memory_map::total_bytes(&mem)).unwrap();
     }
     vm

@@ -9,10 +9,7 @@ const CAP: usize = 1 << 20;
 
 fn attach(console: &mut SerialConsole, file: &std::fs::File) -> Arc<CountingIrqs> {
     let irqs = Arc::new(CountingIrqs::default());
-    let mut descriptors = Descriptors {
-        log: Some(file.try_clone().unwrap().into()),
-        ..Default::default()
-    };
+    let mut descriptors = Descriptors { log: Some(file.try_clone().unwrap().into()), ..Default::default() };
     console.attach(&mut host(irqs.clone(), &mut descriptors)).unwrap();
     irqs
 }
@@ -67,11 +64,7 @@ fn log_goes_on_after_what_the_file_holds_even_when_opened_to_append() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
     std::fs::write(&path, vec![b'x'; 2 * CAP]).unwrap();
-    let file = std::fs::File::options()
-        .read(true)
-        .append(true)
-        .open(&path)
-        .unwrap();
+    let file = std::fs::File::options().read(true).append(true).open(&path).unwrap();
     let mut console = SerialConsole::new();
     attach(&mut console, &file);
     print(&mut console, b"end\n");
@@ -86,10 +79,7 @@ fn log_that_cannot_be_written_never_stops_the_guest() {
     let full = std::fs::File::open("/dev/null").unwrap();
     attach(&mut console, &full);
     print(&mut console, b"lost\n");
-    assert_eq!(
-        (console.log().dropped_bytes(), console.log().write_errors()),
-        (5, 1)
-    );
+    assert_eq!((console.log().dropped_bytes(), console.log().write_errors()), (5, 1));
     console.detach();
     print(&mut console, b"gone\n");
     assert_eq!(console.log().dropped_bytes(), 10);
@@ -99,20 +89,11 @@ fn log_that_cannot_be_written_never_stops_the_guest() {
 fn pipe_is_no_log() {
     let (_reader, writer) = rustix::pipe::pipe().unwrap();
     let mut console = SerialConsole::new();
-    let mut descriptors = Descriptors {
-        log: Some(writer),
-        ..Default::default()
-    };
+    let mut descriptors = Descriptors { log: Some(writer), ..Default::default() };
     let attached = console.attach(&mut host(Arc::default(), &mut descriptors));
-    assert!(matches!(
-        attached,
-        Err(AttachError::Prepare { device: "serial", .. })
-    ));
+    assert!(matches!(attached, Err(AttachError::Prepare { device: "serial", .. })));
     let attached = console.attach(&mut host(Arc::default(), &mut Descriptors::default()));
-    assert!(matches!(
-        attached,
-        Err(AttachError::Missing { device: "serial", .. })
-    ));
+    assert!(matches!(attached, Err(AttachError::Missing { device: "serial", .. })));
 }
 
 /// Clones of a guest that was printing had a console that never spoke again: the transmit interrupt that its driver was
@@ -132,10 +113,7 @@ fn pending_transmit_interrupt_is_raised_again_after_a_fork() {
     let child = attach(&mut console, &child_file);
     assert_eq!((parent.pulses(), child.pulses()), (before, 1));
     print(&mut console, b"gun\n");
-    assert_eq!(
-        (content(&parent_file), content(&child_file)),
-        (vec![], b"begun\n".to_vec())
-    );
+    assert_eq!((content(&parent_file), content(&child_file)), (vec![], b"begun\n".to_vec()));
 
     // Reading IIR acknowledges; nothing is pending then.
     let mut identification = [0];

@@ -67,10 +67,7 @@ pub trait VirtioDevice: Send {
 /// Copies what `config` has at `offset` into `data`, zero beyond its end.
 fn copy_config(config: &[u8], offset: u64, data: &mut [u8]) {
     data.fill(0);
-    let tail = usize::try_from(offset)
-        .ok()
-        .and_then(|start| config.get(start..))
-        .unwrap_or_default();
+    let tail = usize::try_from(offset).ok().and_then(|start| config.get(start..)).unwrap_or_default();
     let count = tail.len().min(data.len());
     data[..count].copy_from_slice(&tail[..count]);
 }

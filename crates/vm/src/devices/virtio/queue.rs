@@ -142,12 +142,7 @@ pub struct QueueIo<'a> {
 
 impl<'a> QueueIo<'a> {
     pub(super) fn new(memory: &'a GuestMap, queues: &'a mut [Queue], active: bool) -> Self {
-        Self {
-            memory,
-            queues,
-            active,
-            outcome: Outcome::default(),
-        }
+        Self { memory, queues, active, outcome: Outcome::default() }
     }
 
     /// Whether the driver runs and no ring is broken; otherwise rings are empty and nothing can be pushed.
@@ -183,9 +178,7 @@ impl<'a> QueueIo<'a> {
     pub fn avail_index(&mut self, queue: usize) -> Option<u16> {
         let memory = self.memory;
         let ring = self.queue(queue)?;
-        ring.avail_idx(memory, Ordering::Acquire)
-            .ok()
-            .map(|index| index.0)
+        ring.avail_idx(memory, Ordering::Acquire).ok().map(|index| index.0)
     }
 
     /// Takes the next chain off `queue`.
@@ -205,10 +198,7 @@ impl<'a> QueueIo<'a> {
             self.outcome.broken = true;
             return None;
         }
-        Some(Chain {
-            head,
-            buffers: collect(memory, chain),
-        })
+        Some(Chain { head, buffers: collect(memory, chain) })
     }
 
     /// Puts the chain popped last back on `queue`.
@@ -236,10 +226,8 @@ impl<'a> QueueIo<'a> {
         // The driver sets the flag, then looks at the used index; used entries must be visible before the flag is read.
         fence(Ordering::SeqCst);
         let wanted = self.queues.iter().enumerate().any(|(index, ring)| {
-            let flags = self
-                .memory
-                .load::<u16>(GuestAddress(ring.avail_ring()), Ordering::Relaxed)
-                .unwrap_or(0);
+            let flags =
+                self.memory.load::<u16>(GuestAddress(ring.avail_ring()), Ordering::Relaxed).unwrap_or(0);
             self.outcome.used & (1 << index) != 0
                 && u32::from(u16::from_le(flags)) & VRING_AVAIL_F_NO_INTERRUPT == 0
         });
@@ -257,22 +245,14 @@ fn collect<'a>(
     let mut ended = false;
     for descriptor in chain.take(MAX_CHAIN_DESCRIPTORS) {
         ended = !descriptor.has_next();
-        let side = if descriptor.is_write_only() {
-            &mut writable
-        } else {
-            &mut readable
-        };
+        let side = if descriptor.is_write_only() { &mut writable } else { &mut readable };
         let len = descriptor.len();
         if len == 0 {
             continue;
         }
-        let fault = ChainFault::Address {
-            address: descriptor.addr().0,
-            len,
-        };
-        let slices = memory
-            .get_slices(descriptor.addr(), len as usize, Permissions::ReadWrite)
-            .map_err(|_| fault)?;
+        let fault = ChainFault::Address { address: descriptor.addr().0, len };
+        let slices =
+            memory.get_slices(descriptor.addr(), len as usize, Permissions::ReadWrite).map_err(|_| fault)?;
         for slice in slices {
             side.append(slice.map_err(|_| fault)?);
         }
@@ -280,9 +260,5 @@ fn collect<'a>(
             return Err(ChainFault::Order);
         }
     }
-    if ended {
-        Ok((readable, writable))
-    } else {
-        Err(ChainFault::Endless)
-    }
+    if ended { Ok((readable, writable)) } else { Err(ChainFault::Endless) }
 }

@@ -67,14 +67,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
             .iter()
             .map(|size| Queue::new(*size).expect("queue sizes of a device are constant powers of two"))
             .collect();
-        Self {
-            device,
-            memory,
-            queues,
-            gsi,
-            irq: None,
-            registers: Registers::default(),
-        }
+        Self { device, memory, queues, gsi, irq: None, registers: Registers::default() }
     }
 
     /// The device behind the transport.

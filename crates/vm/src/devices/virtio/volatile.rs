@@ -25,10 +25,7 @@ pub fn fill_random(buffer: &VolatileSlice<'_>) -> Result<(), Errno> {
 pub fn read_file_at(file: impl AsFd, buffer: &VolatileSlice<'_>, offset: u64) -> Result<(), Errno> {
     let file = file.as_fd().as_raw_fd();
     fill(buffer, |address, len, done| {
-        let Some(position) = offset
-            .checked_add(done as u64)
-            .and_then(|at| i64::try_from(at).ok())
-        else {
+        let Some(position) = offset.checked_add(done as u64).and_then(|at| i64::try_from(at).ok()) else {
             return 0;
         };
         // SAFETY: `fill` passes a writable range inside `buffer`, whose mapping outlives the call; `file` is borrowed

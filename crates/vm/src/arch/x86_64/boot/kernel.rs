@@ -41,24 +41,14 @@ const SECTOR_BYTES: u64 = 512;
 
 /// Opens a regular, not empty file; returns it with its length.
 pub fn open(role: FileRole, path: &Path) -> Result<(File, u64), BootError> {
-    let read = |source| BootError::Read {
-        role,
-        path: path.into(),
-        source,
-    };
+    let read = |source| BootError::Read { role, path: path.into(), source };
     // Before opening: a pipe would block.
     let metadata = std::fs::metadata(path).map_err(read)?;
     if !metadata.is_file() {
-        return Err(BootError::NotAFile {
-            role,
-            path: path.into(),
-        });
+        return Err(BootError::NotAFile { role, path: path.into() });
     }
     if metadata.len() == 0 {
-        return Err(BootError::Empty {
-            role,
-            path: path.into(),
-        });
+        return Err(BootError::Empty { role, path: path.into() });
     }
     Ok((File::open(path).map_err(read)?, metadata.len()))
 }
@@ -77,20 +67,11 @@ pub fn load(mem: &Memory, path: &Path) -> Result<Kernel, BootError> {
             Ok(count) => filled += count,
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
             Err(source) => {
-                return Err(BootError::Read {
-                    role: FileRole::Kernel,
-                    path: path.into(),
-                    source,
-                });
+                return Err(BootError::Read { role: FileRole::Kernel, path: path.into(), source });
             }
         }
     }
-    let image = Image {
-        path,
-        file,
-        bytes,
-        head: &head[..filled],
-    };
+    let image = Image { path, file, bytes, head: &head[..filled] };
     if image.head.starts_with(b"\x7fELF") {
         image.load_elf(mem)
     } else if image.u32(0x202) == Some(SETUP_MAGIC) {
@@ -121,39 +102,20 @@ impl Image<'_> {
     }
 
     fn truncated(&self, expected_bytes: u64) -> BootError {
-        BootError::Truncated {
-            path: self.path.into(),
-            expected_bytes,
-            actual_bytes: self.bytes,
-        }
+        BootError::Truncated { path: self.path.into(), expected_bytes, actual_bytes: self.bytes }
     }
 
     fn unsupported(&self, reason: &'static str) -> BootError {
-        BootError::Unsupported {
-            path: self.path.into(),
-            reason,
-        }
+        BootError::Unsupported { path: self.path.into(), reason }
     }
 
     fn need(&self, bytes: u64) -> Result<(), BootError> {
-        if self.bytes < bytes {
-            Err(self.truncated(bytes))
-        } else {
-            Ok(())
-        }
+        if self.bytes < bytes { Err(self.truncated(bytes)) } else { Ok(()) }
     }
 
     fn fits(&self, mem: &Memory, end: u64) -> Result<(), BootError> {
         let limit = memory_map::low_region_end(mem);
-        if end > limit {
-            Err(BootError::KernelTooBig {
-                path: self.path.into(),
-                end,
-                limit,
-            })
-        } else {
-            Ok(())
-        }
+        if end > limit { Err(BootError::KernelTooBig { path: self.path.into(), end, limit }) } else { Ok(()) }
     }
 
     fn load_elf(mut self, mem: &Memory) -> Result<Kernel, BootError> {
@@ -181,9 +143,7 @@ impl Image<'_> {
             if segment.address < HIGH_MEMORY {
                 return Err(self.unsupported("it wants to be loaded below 1 MiB"));
             }
-            let segment_end = segment
-                .address
-                .saturating_add(segment.memory_bytes.max(segment.file_bytes));
+            let segment_end = segment.address.saturating_add(segment.memory_bytes.max(segment.file_bytes));
             entry_is_loaded |= (segment.address..segment_end).contains(&entry);
             end = end.max(segment_end);
         }
@@ -191,35 +151,21 @@ impl Image<'_> {
             return Err(self.unsupported("its entry point is in none of its segments"));
         }
         self.fits(mem, end)?;
-        let loaded =
-            Elf::load(mem, None, &mut self.file, Some(GuestAddress(HIGH_MEMORY))).map_err(|source| {
-                BootError::Load {
-                    path: self.path.into(),
-                    source,
-                }
-            })?;
+        let loaded = Elf::load(mem, None, &mut self.file, Some(GuestAddress(HIGH_MEMORY)))
+            .map_err(|source| BootError::Load { path: self.path.into(), source })?;
         let header = setup_header {
             boot_flag: 0xaa55,
             header: SETUP_MAGIC,
             kernel_alignment: 0x0100_0000,
             ..Default::default()
         };
-        Ok(Kernel {
-            entry: loaded.kernel_load,
-            end,
-            header,
-            cmdline_limit: VMLINUX_CMDLINE_LIMIT,
-        })
+        Ok(Kernel { entry: loaded.kernel_load, end, header, cmdline_limit: VMLINUX_CMDLINE_LIMIT })
     }
 
     /// The program header at `offset` of the file, if it is to be loaded.
     fn program_header(&mut self, offset: u64) -> Result<Option<Segment>, BootError> {
         const PT_LOAD: u64 = 1;
-        let read = |source| BootError::Read {
-            role: FileRole::Kernel,
-            path: self.path.into(),
-            source,
-        };
+        let read = |source| BootError::Read { role: FileRole::Kernel, path: self.path.into(), source };
         let mut bytes = [0_u8; 56];
         self.file.seek(SeekFrom::Start(offset)).map_err(read)?;
         self.file.read_exact(&mut bytes).map_err(read)?;
@@ -230,12 +176,7 @@ impl Image<'_> {
         }
         let [kind, offset, _, address, file_bytes, memory_bytes, _] = words;
         let loads = kind & 0xffff_ffff == PT_LOAD && memory_bytes > 0;
-        Ok(loads.then_some(Segment {
-            offset,
-            address,
-            file_bytes,
-            memory_bytes,
-        }))
+        Ok(loads.then_some(Segment { offset, address, file_bytes, memory_bytes }))
     }
 
     fn load_bzimage(mut self, mem: &Memory) -> Result<Kernel, BootError> {
@@ -259,26 +200,14 @@ impl Image<'_> {
         // It moves itself to its preferred address, and needs init_size there.
         let preferred = self.u64(0x258).unwrap_or(0).max(load);
         let room = u64::from(self.u32(0x260).unwrap_or(0));
-        let end = preferred
-            .saturating_add(room)
-            .max(load + self.bytes - setup_bytes);
+        let end = preferred.saturating_add(room).max(load + self.bytes - setup_bytes);
         self.fits(mem, end)?;
-        let loaded =
-            BzImage::load(mem, None, &mut self.file, Some(GuestAddress(HIGH_MEMORY))).map_err(|source| {
-                BootError::Load {
-                    path: self.path.into(),
-                    source,
-                }
-            })?;
+        let loaded = BzImage::load(mem, None, &mut self.file, Some(GuestAddress(HIGH_MEMORY)))
+            .map_err(|source| BootError::Load { path: self.path.into(), source })?;
         let header = loaded.setup_header.unwrap_or_default();
         let cmdline_limit = (header.cmdline_size as usize).min(VMLINUX_CMDLINE_LIMIT);
         let entry = GuestAddress(loaded.kernel_load.0 + ENTRY_64_OFFSET);
-        Ok(Kernel {
-            entry,
-            end,
-            header,
-            cmdline_limit,
-        })
+        Ok(Kernel { entry, end, header, cmdline_limit })
     }
 }
 

@@ -60,26 +60,18 @@ const PAGE_BYTES: u64 = 4096;
 pub fn load_linux(mem: &Memory, boot: &LinuxBoot<'_>) -> Result<Entry, BootError> {
     let kernel = kernel::load(mem, boot.kernel)?;
     check_cmdline(boot.cmdline, kernel.cmdline_limit)?;
-    let initramfs = boot
-        .initramfs
-        .map(|path| load_initramfs(mem, path, &kernel))
-        .transpose()?;
+    let initramfs = boot.initramfs.map(|path| load_initramfs(mem, path, &kernel)).transpose()?;
 
     let write = |what| move |source| BootError::Write { what, source };
     let cmdline = [boot.cmdline.as_bytes(), &[0]].concat();
-    mem.write_slice(&cmdline, GuestAddress(CMDLINE))
-        .map_err(write("the command line"))?;
+    mem.write_slice(&cmdline, GuestAddress(CMDLINE)).map_err(write("the command line"))?;
     let params = parameters(mem, boot, &kernel, initramfs);
-    mem.write_obj(params, GuestAddress(BOOT_PARAMS))
-        .map_err(write("the boot parameters"))?;
+    mem.write_obj(params, GuestAddress(BOOT_PARAMS)).map_err(write("the boot parameters"))?;
     let tables = GuestAddress(BOOT_PAGE_TABLES);
     paging::write_identity_map(mem, tables, &[(0, IDENTITY_BYTES)], Access::Kernel)
         .map_err(write("page tables"))?;
     segments::write_tables(mem, Ring::Kernel).map_err(write("descriptor tables"))?;
-    Ok(Entry {
-        rip: kernel.entry,
-        boot_params: GuestAddress(BOOT_PARAMS),
-    })
+    Ok(Entry { rip: kernel.entry, boot_params: GuestAddress(BOOT_PARAMS) })
 }
 
 fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
@@ -87,10 +79,7 @@ fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
         return Err(BootError::CmdlineZero { at });
     }
     if cmdline.len() > limit_bytes {
-        return Err(BootError::CmdlineTooLong {
-            bytes: cmdline.len(),
-            limit_bytes,
-        });
+        return Err(BootError::CmdlineTooLong { bytes: cmdline.len(), limit_bytes });
     }
     Ok(())
 }
@@ -99,28 +88,16 @@ fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
 fn load_initramfs(mem: &Memory, path: &Path, kernel: &Kernel) -> Result<(u64, u64), BootError> {
     let (mut file, bytes) = kernel::open(FileRole::Initramfs, path)?;
     let limit = memory_map::low_region_end(mem).min(INITRAMFS_LIMIT);
-    let start = limit
-        .checked_sub(bytes)
-        .map(|start| start & !(PAGE_BYTES - 1))
-        .filter(|&start| start >= kernel.end);
+    let start =
+        limit.checked_sub(bytes).map(|start| start & !(PAGE_BYTES - 1)).filter(|&start| start >= kernel.end);
     let Some(start) = start else {
-        return Err(BootError::InitramfsTooBig {
-            path: path.into(),
-            bytes,
-            kernel_end: kernel.end,
-            limit,
-        });
+        return Err(BootError::InitramfsTooBig { path: path.into(), bytes, kernel_end: kernel.end, limit });
     };
     // The length was checked: what fails here is the file, cut or unreadable meanwhile.
-    mem.read_exact_volatile_from(GuestAddress(start), &mut file, bytes as usize)
-        .map_err(|error| {
-            let source = std::io::Error::other(error);
-            BootError::Read {
-                role: FileRole::Initramfs,
-                path: path.into(),
-                source,
-            }
-        })?;
+    mem.read_exact_volatile_from(GuestAddress(start), &mut file, bytes as usize).map_err(|error| {
+        let source = std::io::Error::other(error);
+        BootError::Read { role: FileRole::Initramfs, path: path.into(), source }
+    })?;
     Ok((start, bytes))
 }
 
@@ -130,11 +107,7 @@ fn parameters(
     kernel: &Kernel,
     initramfs: Option<(u64, u64)>,
 ) -> boot_params {
-    let mut params = boot_params {
-        hdr: kernel.header,
-        acpi_rsdp_addr: boot.rsdp.0,
-        ..Default::default()
-    };
+    let mut params = boot_params { hdr: kernel.header, acpi_rsdp_addr: boot.rsdp.0, ..Default::default() };
     params.hdr.type_of_loader = LOADER_UNDEFINED;
     params.hdr.vid_mode = VIDEO_NORMAL;
     params.hdr.cmd_line_ptr = CMDLINE as u32;
@@ -146,11 +119,8 @@ fn parameters(
     let map = memory_map::e820(mem);
     params.e820_entries = map.len() as u8;
     for (slot, entry) in map.iter().enumerate() {
-        params.e820_table[slot] = boot_e820_entry {
-            addr: entry.start,
-            size: entry.bytes,
-            r#type: entry.kind as u32,
-        };
+        params.e820_table[slot] =
+            boot_e820_entry { addr: entry.start, size: entry.bytes, r#type: entry.kind as u32 };
     }
     params
 }

@@ -13,9 +13,7 @@ struct Files {
 
 impl Files {
     fn new() -> Self {
-        Self {
-            folder: tempfile::tempdir().unwrap(),
-        }
+        Self { folder: tempfile::tempdir().unwrap() }
     }
 
     fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
@@ -39,15 +37,7 @@ fn vmlinux(code: &[u8], memory_bytes: u64) -> Vec<u8> {
     put(&mut elf, 32, &64_u64.to_le_bytes());
     put(&mut elf, 54, &56_u16.to_le_bytes());
     put(&mut elf, 56, &1_u16.to_le_bytes());
-    let words = [
-        1 | (5 << 32),
-        0x1000,
-        ENTRY,
-        ENTRY,
-        code.len() as u64,
-        memory_bytes,
-        0x1000,
-    ];
+    let words = [1 | (5 << 32), 0x1000, ENTRY, ENTRY, code.len() as u64, memory_bytes, 0x1000];
     for (index, word) in words.into_iter().enumerate() {
         put(&mut elf, 64 + 8 * index, &u64::to_le_bytes(word));
     }
@@ -73,12 +63,7 @@ fn bzimage(code: &[u8], init_size: u32) -> Vec<u8> {
 }
 
 fn boot<'a>(kernel: &'a Path, initramfs: Option<&'a Path>, cmdline: &'a str) -> LinuxBoot<'a> {
-    LinuxBoot {
-        kernel,
-        initramfs,
-        cmdline,
-        rsdp: GuestAddress(0xe0000),
-    }
+    LinuxBoot { kernel, initramfs, cmdline, rsdp: GuestAddress(0xe0000) }
 }
 
 fn refused(mem: &Memory, boot: &LinuxBoot<'_>) -> BootError {
@@ -91,21 +76,14 @@ fn a_vmlinux_is_loaded_where_it_wants_to_be() {
     let kernel = files.file("vmlinux", &vmlinux(&[0xf4; 100], 0x5000));
     let mem = testing::memory(128);
     let entry = load_linux(&mem, &boot(&kernel, None, "console=ttyS0")).unwrap();
-    assert_eq!(
-        entry,
-        Entry {
-            rip: GuestAddress(ENTRY),
-            boot_params: GuestAddress(BOOT_PARAMS)
-        }
-    );
+    assert_eq!(entry, Entry { rip: GuestAddress(ENTRY), boot_params: GuestAddress(BOOT_PARAMS) });
     assert_eq!(mem.read_obj::<u8>(GuestAddress(ENTRY + 99)).unwrap(), 0xf4);
     let params: boot_params = mem.read_obj(GuestAddress(BOOT_PARAMS)).unwrap();
     assert_eq!({ params.acpi_rsdp_addr }, 0xe0000);
     assert_eq!({ params.hdr.header }, 0x5372_6448);
     assert_eq!(params.e820_entries, 3);
     let mut cmdline = [0; 14];
-    mem.read_slice(&mut cmdline, GuestAddress(u64::from(params.hdr.cmd_line_ptr)))
-        .unwrap();
+    mem.read_slice(&mut cmdline, GuestAddress(u64::from(params.hdr.cmd_line_ptr))).unwrap();
     assert_eq!(&cmdline, b"console=ttyS0\0");
 }
 
@@ -116,10 +94,7 @@ fn a_bzimage_is_entered_at_its_64_bit_entry() {
     let mem = testing::memory(128);
     let entry = load_linux(&mem, &boot(&kernel, None, "")).unwrap();
     assert_eq!(entry.rip, GuestAddress(HIGH_MEMORY + 0x200));
-    assert_eq!(
-        mem.read_obj::<u8>(GuestAddress(HIGH_MEMORY + 4095)).unwrap(),
-        0x90
-    );
+    assert_eq!(mem.read_obj::<u8>(GuestAddress(HIGH_MEMORY + 4095)).unwrap(), 0x90);
 }
 
 #[test]
@@ -143,16 +118,7 @@ fn files_that_are_missing_or_no_files_are_named() {
     let mem = testing::memory(128);
     let missing = files.folder.path().join("absent");
     let error = refused(&mem, &boot(&missing, None, ""));
-    assert!(
-        matches!(
-            error,
-            BootError::Read {
-                role: FileRole::Kernel,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, BootError::Read { role: FileRole::Kernel, .. }), "{error}");
     assert!(error.to_string().contains("absent"));
     let error = refused(&mem, &boot(files.folder.path(), None, ""));
     assert!(matches!(error, BootError::NotAFile { .. }), "{error}");
@@ -160,16 +126,7 @@ fn files_that_are_missing_or_no_files_are_named() {
     assert!(matches!(error, BootError::Empty { .. }), "{error}");
     let kernel = files.file("vmlinux", &vmlinux(&[0xf4], 1));
     let error = refused(&mem, &boot(&kernel, Some(&missing), ""));
-    assert!(
-        matches!(
-            error,
-            BootError::Read {
-                role: FileRole::Initramfs,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, BootError::Read { role: FileRole::Initramfs, .. }), "{error}");
 }
 
 #[test]
@@ -195,10 +152,7 @@ fn what_is_no_kernel_is_refused() {
 fn truncated_kernels_are_refused() {
     let files = Files::new();
     let mem = testing::memory(128);
-    for (name, image) in [
-        ("elf", vmlinux(&[0xf4; 300], 300)),
-        ("bz", bzimage(&[0x90; 320], 4096)),
-    ] {
+    for (name, image) in [("elf", vmlinux(&[0xf4; 300], 300)), ("bz", bzimage(&[0x90; 320], 4096))] {
         for bytes in [5, 63, 100, 600, 1023, 1024, 2000, 3000, image.len() - 1] {
             if bytes >= image.len() {
                 continue;
@@ -215,15 +169,9 @@ fn what_does_not_fit_is_refused() {
     let files = Files::new();
     let mem = testing::memory(64);
     let kernel = files.file("big", &vmlinux(&[0xf4], 49 << 20));
-    assert!(matches!(
-        refused(&mem, &boot(&kernel, None, "")),
-        BootError::KernelTooBig { .. }
-    ));
+    assert!(matches!(refused(&mem, &boot(&kernel, None, "")), BootError::KernelTooBig { .. }));
     let kernel = files.file("bigbz", &bzimage(&[0x90; 64], 49 << 20));
-    assert!(matches!(
-        refused(&mem, &boot(&kernel, None, "")),
-        BootError::KernelTooBig { .. }
-    ));
+    assert!(matches!(refused(&mem, &boot(&kernel, None, "")), BootError::KernelTooBig { .. }));
     let kernel = files.file("vmlinux", &vmlinux(&[0xf4], 40 << 20));
     let initramfs = files.file("initramfs", &vec![1; 9 << 20]);
     let error = refused(&mem, &boot(&kernel, Some(&initramfs), ""));
@@ -252,16 +200,7 @@ fn the_command_line_has_a_limit() {
     let kernel = files.file("vmlinux", &vmlinux(&[0xf4], 1));
     load_linux(&mem, &boot(&kernel, None, &"x".repeat(2047))).unwrap();
     let error = refused(&mem, &boot(&kernel, None, &"x".repeat(2048)));
-    assert!(
-        matches!(
-            error,
-            BootError::CmdlineTooLong {
-                bytes: 2048,
-                limit_bytes: 2047
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, BootError::CmdlineTooLong { bytes: 2048, limit_bytes: 2047 }), "{error}");
     let error = refused(&mem, &boot(&kernel, None, "a\0b"));
     assert!(matches!(error, BootError::CmdlineZero { at: 1 }), "{error}");
 }
@@ -279,8 +218,7 @@ fn the_boot_vcpu_enters_the_kernel() {
     let entry = load_linux(&mem, &boot(&kernel, None, "")).unwrap();
     let mut vm = testing::bare_vm(&kvm, &mem, 2);
     for (index, vcpu) in vm.vcpus.iter().enumerate() {
-        vcpu.set_cpuid2(&crate::arch::x86_64::cpuid::for_vcpu(&kvm, index as u8, 2).unwrap())
-            .unwrap();
+        vcpu.set_cpuid2(&crate::arch::x86_64::cpuid::for_vcpu(&kvm, index as u8, 2).unwrap()).unwrap();
     }
     configure_bsp(&vm.vcpus[0], &entry).unwrap();
     configure_ap(&vm.vcpus[1]).unwrap();

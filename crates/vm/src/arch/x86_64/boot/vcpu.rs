@@ -45,11 +45,7 @@ pub fn configure_bsp(vcpu: &VcpuFd, entry: &Entry) -> Result<(), BootError> {
     };
     vcpu.set_regs(&regs).map_err(kvm("set the registers"))?;
     // As after FNINIT and reset.
-    let fpu = kvm_fpu {
-        fcw: 0x37f,
-        mxcsr: 0x1f80,
-        ..Default::default()
-    };
+    let fpu = kvm_fpu { fcw: 0x37f, mxcsr: 0x1f80, ..Default::default() };
     vcpu.set_fpu(&fpu).map_err(kvm("set the floating point state"))
 }
 
@@ -58,11 +54,7 @@ pub fn configure_bsp(vcpu: &VcpuFd, entry: &Entry) -> Result<(), BootError> {
 /// # Errors
 /// Says which ioctl failed.
 pub fn configure_ap(vcpu: &VcpuFd) -> Result<(), BootError> {
-    let mtrr = kvm_msr_entry {
-        index: MSR_MTRR_DEF_TYPE,
-        data: MTRR_WRITE_BACK,
-        ..Default::default()
-    };
+    let mtrr = kvm_msr_entry { index: MSR_MTRR_DEF_TYPE, data: MTRR_WRITE_BACK, ..Default::default() };
     let msrs = Msrs::from_entries(&[mtrr]).expect("one entry is fewer than the limit");
     vcpu.set_msrs(&msrs).map_err(kvm("set the memory types"))?;
     let mut lapic = vcpu.get_lapic().map_err(kvm("read the local apic"))?;

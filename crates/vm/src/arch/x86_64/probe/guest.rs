@@ -101,11 +101,7 @@ fn watched<T: Send + 'static>(
     let started = Instant::now();
     loop {
         let past = started.elapsed() >= deadline;
-        let wait = if past {
-            KICK_EVERY
-        } else {
-            deadline - started.elapsed()
-        };
+        let wait = if past { KICK_EVERY } else { deadline - started.elapsed() };
         match receiver.recv_timeout(wait) {
             Ok(result) => return result,
             Err(RecvTimeoutError::Disconnected) => return Err("the probe's thread ended early".into()),
@@ -143,10 +139,7 @@ fn kick(thread: &std::thread::JoinHandle<()>) {
 
 /// Whether the guest's processor has XSAVE (leaf 1 ECX bit 26).
 pub fn has_xsave(cpuid: &CpuId) -> bool {
-    cpuid
-        .as_slice()
-        .iter()
-        .any(|entry| entry.function == 1 && entry.ecx & (1 << 26) != 0)
+    cpuid.as_slice().iter().any(|entry| entry.function == 1 && entry.ecx & (1 << 26) != 0)
 }
 
 struct Guest {
@@ -165,8 +158,7 @@ impl Guest {
         let kvm = Kvm::new().map_err(because("open /dev/kvm"))?;
         let vm = kvm.create_vm().map_err(because("create a vm"))?;
         // Intel processors without unrestricted guest mode need it; others ignore it.
-        vm.set_tss_address(layout::KVM_TSS_BASE as usize)
-            .map_err(because("set the tss address"))?;
+        vm.set_tss_address(layout::KVM_TSS_BASE as usize).map_err(because("set the tss address"))?;
         let mem =
             Memory::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).map_err(because("map guest memory"))?;
         for (slot, region) in mem.iter().enumerate() {
@@ -189,18 +181,9 @@ impl Guest {
         if has_xsave(&cpuid) {
             sregs.cr4 |= CR4_OSXSAVE;
         }
-        sregs.idt = kvm_dtable {
-            base: IDT.0,
-            limit: IDT_BYTES - 1,
-            ..Default::default()
-        };
-        vcpu.set_sregs(&sregs)
-            .map_err(because("set the segment registers"))?;
-        Ok(Self {
-            vcpu,
-            _vm: vm,
-            _mem: mem,
-        })
+        sregs.idt = kvm_dtable { base: IDT.0, limit: IDT_BYTES - 1, ..Default::default() };
+        vcpu.set_sregs(&sregs).map_err(because("set the segment registers"))?;
+        Ok(Self { vcpu, _vm: vm, _mem: mem })
     }
 
     fn run(&mut self, count: u64) -> Result<Run, String> {
@@ -226,10 +209,7 @@ impl Guest {
         match exit {
             Ok(VcpuExit::IoOut(code::PORT, data)) => {
                 let data = data.first_chunk().ok_or("the guest wrote fewer than 4 bytes")?;
-                Ok(Run {
-                    value: u32::from_le_bytes(*data),
-                    took,
-                })
+                Ok(Run { value: u32::from_le_bytes(*data), took })
             }
             Ok(VcpuExit::InternalError) => Err("kvm cannot emulate it (internal error exit)".into()),
             Ok(VcpuExit::Shutdown) => Err("an exception ended the guest (shutdown exit)".into()),
@@ -243,11 +223,7 @@ impl Guest {
 }
 
 fn write_guest(mem: &Memory, program: Program) -> Result<(), vm_memory::GuestMemoryError> {
-    let access = if program.ring == Ring::User {
-        Access::User
-    } else {
-        Access::Kernel
-    };
+    let access = if program.ring == Ring::User { Access::User } else { Access::Kernel };
     paging::write_identity_map(mem, PAGE_TABLES, &[(0, MEMORY_BYTES as u64)], access)?;
     segments::write_tables(mem, program.ring)?;
     // An interrupt gate to the kernel code segment (Intel SDM vol. 3A, 7.14.1).
@@ -271,11 +247,7 @@ mod tests {
             return;
         }
         // jmp $
-        let program = Program {
-            code: &[0xeb, 0xfe],
-            ring: Ring::User,
-            count: 0,
-        };
+        let program = Program { code: &[0xeb, 0xfe], ring: Ring::User, count: 0 };
         let started = Instant::now();
         let error = run(program, Duration::from_millis(100)).unwrap_err();
         assert!(error.contains("did not finish"), "{error}");
@@ -288,11 +260,7 @@ mod tests {
             return;
         }
         // ud2
-        let program = Program {
-            code: &[0x0f, 0x0b],
-            ring: Ring::User,
-            count: 0,
-        };
+        let program = Program { code: &[0x0f, 0x0b], ring: Ring::User, count: 0 };
         assert!(run(program, Duration::from_secs(2)).is_err());
     }
 }

@@ -113,10 +113,7 @@ pub fn run() -> Report {
             report.api_version = Some(kvm.get_api_version());
             report.capabilities = NEEDED
                 .iter()
-                .map(|&(name, cap)| Capability {
-                    name: name.into(),
-                    present: kvm.check_extension(cap),
-                })
+                .map(|&(name, cap)| Capability { name: name.into(), present: kvm.check_extension(cap) })
                 .collect();
             measure(&kvm, &mut report);
         }
@@ -141,30 +138,18 @@ fn measure(kvm: &Kvm, report: &mut Report) {
 }
 
 fn attempt(trial: &code::Trial) -> KernelInstruction {
-    let program = Program {
-        code: trial.code,
-        ring: Ring::Kernel,
-        count: 0,
-    };
+    let program = Program { code: trial.code, ring: Ring::Kernel, count: 0 };
     let detail = match guest::run(program, DEADLINE) {
         Ok(run) if run.value == trial.expected => String::new(),
         Ok(run) => format!("result {:#x} instead of {:#x}", run.value, trial.expected),
         Err(error) => error,
     };
-    KernelInstruction {
-        name: trial.name.into(),
-        ok: detail.is_empty(),
-        detail,
-    }
+    KernelInstruction { name: trial.name.into(), ok: detail.is_empty(), detail }
 }
 
 /// Speed of the loop.
 fn mips(ring: Ring) -> Result<f64, String> {
-    let program = Program {
-        code: code::LOOP,
-        ring,
-        count: FIRST_TURNS,
-    };
+    let program = Program { code: code::LOOP, ring, count: FIRST_TURNS };
     let seconds = guest::seconds_a_turn(program, LONG_ENOUGH, DEADLINE)?;
     Ok(code::LOOP_INSTRUCTIONS as f64 / seconds / 1e6)
 }
@@ -174,27 +159,15 @@ fn verdict(report: &Report) -> (bool, String) {
     let no = |reason: String| (false, reason);
     if !report.kvm_opens {
         let error = report.error.as_deref().unwrap_or("/dev/kvm does not open");
-        return no(format!(
-            "{error}; load the kvm module, or join the group that owns the device"
-        ));
+        return no(format!("{error}; load the kvm module, or join the group that owns the device"));
     }
     if report.api_version != Some(API_VERSION) {
-        return no(format!(
-            "kvm's api version is {:?}, not {API_VERSION}",
-            report.api_version
-        ));
+        return no(format!("kvm's api version is {:?}, not {API_VERSION}", report.api_version));
     }
-    let absent: Vec<_> = report
-        .capabilities
-        .iter()
-        .filter(|cap| !cap.present)
-        .map(|cap| cap.name.as_str())
-        .collect();
+    let absent: Vec<_> =
+        report.capabilities.iter().filter(|cap| !cap.present).map(|cap| cap.name.as_str()).collect();
     if !absent.is_empty() {
-        return no(format!(
-            "kvm lacks {}; use a newer host kernel",
-            absent.join(", ")
-        ));
+        return no(format!("kvm lacks {}; use a newer host kernel", absent.join(", ")));
     }
     let Some(kernel_mips) = report.kernel_mips else {
         let error = report.error.as_deref().unwrap_or("it was not measured");
@@ -212,16 +185,9 @@ fn verdict(report: &Report) -> (bool, String) {
         .filter(|tried| !tried.ok)
         .map(|tried| tried.name.as_str())
         .collect();
-    let decisive: Vec<_> = failed
-        .iter()
-        .copied()
-        .filter(|&name| name != code::XSETBV)
-        .collect();
+    let decisive: Vec<_> = failed.iter().copied().filter(|&name| name != code::XSETBV).collect();
     if !decisive.is_empty() {
-        return no(format!(
-            "guest kernel code cannot execute {} here",
-            decisive.join(", ")
-        ));
+        return no(format!("guest kernel code cannot execute {} here", decisive.join(", ")));
     }
     let speed =
         format!("linux guests run here, kernel code at {kernel_mips:.0} million instructions a second");
@@ -245,10 +211,7 @@ mod tests {
             kvm_opens: true,
             api_version: Some(12),
             error: None,
-            capabilities: vec![Capability {
-                name: "KVM_CAP_IRQCHIP".into(),
-                present: true,
-            }],
+            capabilities: vec![Capability { name: "KVM_CAP_IRQCHIP".into(), present: true }],
             user_mips: Some(3000.0),
             kernel_mips: Some(3000.0),
             kernel_instructions: vec![KernelInstruction {
@@ -279,22 +242,15 @@ mod tests {
         report.kernel_instructions[0].ok = false;
         assert!(verdict(&report).1.contains("popcnt"));
         let mut report = good();
-        let failed = KernelInstruction {
-            name: code::XSETBV.into(),
-            ok: false,
-            detail: String::new(),
-        };
+        let failed = KernelInstruction { name: code::XSETBV.into(), ok: false, detail: String::new() };
         report.kernel_instructions.push(failed);
         let (runs, reason) = verdict(&report);
         assert!(runs && reason.contains("hide xsave"), "{reason}");
         let mut report = good();
         (report.kernel_mips, report.error) = (None, Some("kernel-mode guest: it hung".into()));
         assert!(verdict(&report).1.contains("it hung"));
-        let report = Report {
-            kvm_opens: false,
-            error: Some("/dev/kvm does not open: EACCES".into()),
-            ..good()
-        };
+        let report =
+            Report { kvm_opens: false, error: Some("/dev/kvm does not open: EACCES".into()), ..good() };
         assert!(verdict(&report).1.contains("EACCES"));
     }
 
@@ -306,17 +262,8 @@ mod tests {
         assert!(!report.reason.is_empty());
         assert!(started.elapsed() < Duration::from_secs(60));
         if report.kvm_opens {
-            assert!(
-                report.user_mips.is_some_and(|mips| mips > 0.0),
-                "{:?}",
-                report.error
-            );
-            assert!(
-                report
-                    .kernel_instructions
-                    .iter()
-                    .any(|tried| tried.name == "popcnt")
-            );
+            assert!(report.user_mips.is_some_and(|mips| mips > 0.0), "{:?}", report.error);
+            assert!(report.kernel_instructions.iter().any(|tried| tried.name == "popcnt"));
         }
     }
 }

@@ -23,9 +23,7 @@ impl TscPlan {
     /// The offset that lets a TSC go on where it was, as much ahead as kvmclock is.
     fn offset(&self, saved_offset: u64, tsc_khz: u32) -> u64 {
         let ahead = u128::from(self.ahead_ns) * u128::from(tsc_khz) / 1_000_000;
-        saved_offset
-            .wrapping_sub(self.elapsed_host_tsc)
-            .wrapping_add(ahead as u64)
+        saved_offset.wrapping_sub(self.elapsed_host_tsc).wrapping_add(ahead as u64)
     }
 }
 
@@ -36,10 +34,7 @@ impl TscPlan {
 /// Says which ioctl failed.
 pub fn load_clock(vm: &VmFd, state: &VmState) -> Result<TscPlan, StateError> {
     // Without KVM_CLOCK_REALTIME: the clock does not catch up with the time in between.
-    let clock = kvm_clock_data {
-        clock: state.clock.clock,
-        ..Default::default()
-    };
+    let clock = kvm_clock_data { clock: state.clock.clock, ..Default::default() };
     vm.set_clock(&clock).map_err(StateError::kvm("set the clock"))?;
     let set_at = sys::host_tsc();
     let now = vm.get_clock().map_err(StateError::kvm("read the clock back"))?;
@@ -49,10 +44,7 @@ pub fn load_clock(vm: &VmFd, state: &VmState) -> Result<TscPlan, StateError> {
     } else {
         (set_at, 0)
     };
-    Ok(TscPlan {
-        elapsed_host_tsc: host_tsc.wrapping_sub(state.host_tsc),
-        ahead_ns,
-    })
+    Ok(TscPlan { elapsed_host_tsc: host_tsc.wrapping_sub(state.host_tsc), ahead_ns })
 }
 
 /// Second step: once for each vCPU, freshly created. Cost: 6 ioctls, and one for each
@@ -65,24 +57,19 @@ pub fn load_vcpu(vcpu: &VcpuFd, state: &VcpuState, plan: &TscPlan) -> Result<(),
     let kvm = StateError::kvm;
     vcpu.set_cpuid2(&state.cpuid).map_err(kvm("set cpuid"))?;
     if state.differs.mp_state {
-        vcpu.set_mp_state(state.mp_state)
-            .map_err(kvm("set the run state"))?;
+        vcpu.set_mp_state(state.mp_state).map_err(kvm("set the run state"))?;
     }
     vcpu.set_regs(&state.regs).map_err(kvm("set the registers"))?;
-    vcpu.set_sregs(&state.sregs)
-        .map_err(kvm("set the segment registers"))?;
+    vcpu.set_sregs(&state.sregs).map_err(kvm("set the segment registers"))?;
     if state.differs.xcrs {
-        vcpu.set_xcrs(&state.xcrs)
-            .map_err(kvm("set the extended control registers"))?;
+        vcpu.set_xcrs(&state.xcrs).map_err(kvm("set the extended control registers"))?;
     }
     sys::write_xsave(vcpu, &state.xsave).map_err(kvm("set the extended state"))?;
     if state.differs.debugregs {
-        vcpu.set_debug_regs(&state.debugregs)
-            .map_err(kvm("set the debug registers"))?;
+        vcpu.set_debug_regs(&state.debugregs).map_err(kvm("set the debug registers"))?;
     }
     if state.differs.tsc_khz {
-        vcpu.set_tsc_khz(state.tsc_khz)
-            .map_err(kvm("set the tsc frequency"))?;
+        vcpu.set_tsc_khz(state.tsc_khz).map_err(kvm("set the tsc frequency"))?;
     }
     if let Some(offset) = state.tsc_offset {
         let offset = plan.offset(offset, state.tsc_khz);
@@ -92,16 +79,11 @@ pub fn load_vcpu(vcpu: &VcpuFd, state: &VcpuState, plan: &TscPlan) -> Result<(),
     vcpu.set_lapic(&state.lapic).map_err(kvm("set the local apic"))?;
     // Zero is what a fresh vCPU has.
     if let Some(data) = state.tsc_deadline.filter(|&deadline| deadline != 0) {
-        let msr = kvm_msr_entry {
-            index: msrs::TSC_DEADLINE,
-            data,
-            ..Default::default()
-        };
+        let msr = kvm_msr_entry { index: msrs::TSC_DEADLINE, data, ..Default::default() };
         msrs::write(vcpu, &msrs::batches(&[msr]))?;
     }
     if state.differs.events {
-        vcpu.set_vcpu_events(&state.events)
-            .map_err(kvm("set pending events"))?;
+        vcpu.set_vcpu_events(&state.events).map_err(kvm("set pending events"))?;
     }
     Ok(())
 }
@@ -112,8 +94,7 @@ pub fn load_vcpu(vcpu: &VcpuFd, state: &VcpuState, plan: &TscPlan) -> Result<(),
 /// Says which ioctl failed.
 pub fn load_vm(vm: &VmFd, state: &VmState) -> Result<(), StateError> {
     for chip in &state.irqchips {
-        vm.set_irqchip(chip)
-            .map_err(StateError::kvm("set an interrupt controller"))?;
+        vm.set_irqchip(chip).map_err(StateError::kvm("set an interrupt controller"))?;
     }
     vm.set_pit2(&state.pit).map_err(StateError::kvm("set the pit"))
 }
@@ -124,10 +105,7 @@ mod tests {
 
     #[test]
     fn the_tsc_goes_on_where_it_was() {
-        let plan = TscPlan {
-            elapsed_host_tsc: 1000,
-            ahead_ns: 0,
-        };
+        let plan = TscPlan { elapsed_host_tsc: 1000, ahead_ns: 0 };
         let (saved_host, saved_offset) = (5_000_u64, 0_u64.wrapping_sub(4_000));
         let at_save = saved_host.wrapping_add(saved_offset);
         let at_load = (saved_host + 1000).wrapping_add(plan.offset(saved_offset, 2_000_000));
@@ -136,10 +114,7 @@ mod tests {
 
     #[test]
     fn the_tsc_stays_in_step_with_the_clock() {
-        let plan = TscPlan {
-            elapsed_host_tsc: 1000,
-            ahead_ns: 500,
-        };
+        let plan = TscPlan { elapsed_host_tsc: 1000, ahead_ns: 500 };
         // 500 ns at 2 GHz are 1000 ticks.
         assert_eq!(plan.offset(0, 2_000_000), 0);
     }

@@ -172,35 +172,21 @@ impl StateTraits {
     /// Says what failed, or what this KVM lacks.
     pub fn probe(kvm: &Kvm) -> Result<Self, StateError> {
         let vm = kvm.create_vm().map_err(StateError::kvm("create a vm"))?;
-        vm.create_irq_chip()
-            .map_err(StateError::kvm("create an irqchip"))?;
+        vm.create_irq_chip().map_err(StateError::kvm("create an irqchip"))?;
         let vcpu = vm.create_vcpu(0).map_err(StateError::kvm("create a vcpu"))?;
-        vcpu.set_cpuid2(&cpuid::for_vcpu(kvm, 0, 1)?)
-            .map_err(StateError::kvm("set cpuid"))?;
+        vcpu.set_cpuid2(&cpuid::for_vcpu(kvm, 0, 1)?).map_err(StateError::kvm("set cpuid"))?;
 
         let xsave_bytes = usize::try_from(vm.check_extension_int(Cap::Xsave2)).unwrap_or(0);
         if xsave_bytes < size_of::<kvm_xsave>() {
-            return Err(StateError::Lacks {
-                capability: "KVM_CAP_XSAVE2",
-            });
+            return Err(StateError::Lacks { capability: "KVM_CAP_XSAVE2" });
         }
         let xsave_extra_words = (xsave_bytes - size_of::<kvm_xsave>()).div_ceil(size_of::<u32>());
         let fresh = Fresh {
-            mp_state: vcpu
-                .get_mp_state()
-                .map_err(StateError::kvm("read the run state"))?,
-            xcrs: vcpu
-                .get_xcrs()
-                .map_err(StateError::kvm("read the extended control registers"))?,
-            debugregs: vcpu
-                .get_debug_regs()
-                .map_err(StateError::kvm("read the debug registers"))?,
-            events: vcpu
-                .get_vcpu_events()
-                .map_err(StateError::kvm("read pending events"))?,
-            tsc_khz: vcpu
-                .get_tsc_khz()
-                .map_err(StateError::kvm("read the tsc frequency"))?,
+            mp_state: vcpu.get_mp_state().map_err(StateError::kvm("read the run state"))?,
+            xcrs: vcpu.get_xcrs().map_err(StateError::kvm("read the extended control registers"))?,
+            debugregs: vcpu.get_debug_regs().map_err(StateError::kvm("read the debug registers"))?,
+            events: vcpu.get_vcpu_events().map_err(StateError::kvm("read pending events"))?,
+            tsc_khz: vcpu.get_tsc_khz().map_err(StateError::kvm("read the tsc frequency"))?,
         };
         // Last of what is read here: it moves the vCPU's clock.
         let tsc_offset = sys::keeps_tsc_offset(&vcpu);
@@ -234,14 +220,7 @@ impl StateTraits {
         let mut state = msrs::writable(vcpu, &readable)?;
         if !tsc_offset {
             // Its fresh value is no default: all ones never equals a saved one, so that it is always written.
-            state.insert(
-                0,
-                kvm_msr_entry {
-                    index: msrs::TSC,
-                    data: u64::MAX,
-                    ..Default::default()
-                },
-            );
+            state.insert(0, kvm_msr_entry { index: msrs::TSC, data: u64::MAX, ..Default::default() });
         }
         Ok((state, tsc_deadline))
     }

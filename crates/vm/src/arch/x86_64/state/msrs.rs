@@ -36,13 +36,7 @@ fn batch(entries: &[kvm_msr_entry]) -> Msrs {
 }
 
 fn requests(indices: &[u32]) -> Vec<kvm_msr_entry> {
-    indices
-        .iter()
-        .map(|&index| kvm_msr_entry {
-            index,
-            ..Default::default()
-        })
-        .collect()
+    indices.iter().map(|&index| kvm_msr_entry { index, ..Default::default() }).collect()
 }
 
 /// Splits `entries` into what one ioctl takes.
@@ -71,9 +65,7 @@ pub fn writable(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<Vec<kvm_msr_
     let mut rest = entries;
     while !rest.is_empty() {
         let count = rest.len().min(BATCH);
-        let done = vcpu
-            .set_msrs(&batch(&rest[..count]))
-            .map_err(StateError::kvm("write msrs"))?;
+        let done = vcpu.set_msrs(&batch(&rest[..count])).map_err(StateError::kvm("write msrs"))?;
         taken.extend_from_slice(&rest[..done]);
         rest = &rest[if done < count { done + 1 } else { count }..];
     }
@@ -99,10 +91,7 @@ pub fn write(vcpu: &VcpuFd, batches: &[Msrs]) -> Result<(), StateError> {
     for msrs in batches {
         let done = vcpu.set_msrs(msrs).map_err(StateError::kvm("write msrs"))?;
         if let Some(refused) = msrs.as_slice().get(done) {
-            return Err(StateError::MsrRefused {
-                index: refused.index,
-                value: refused.data,
-            });
+            return Err(StateError::MsrRefused { index: refused.index, value: refused.data });
         }
     }
     Ok(())

@@ -28,14 +28,10 @@ pub fn save_vcpu(vcpu: &VcpuFd, traits: &StateTraits) -> Result<VcpuState, State
     let kvm = StateError::kvm;
     // First: it makes KVM act on a pending INIT or SIPI, which changes the other state.
     let mp_state = vcpu.get_mp_state().map_err(kvm("read the run state"))?;
-    let cpuid = vcpu
-        .get_cpuid2(KVM_MAX_CPUID_ENTRIES)
-        .map_err(kvm("read cpuid"))?;
+    let cpuid = vcpu.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(kvm("read cpuid"))?;
     let regs = vcpu.get_regs().map_err(kvm("read the registers"))?;
     let sregs = vcpu.get_sregs().map_err(kvm("read the segment registers"))?;
-    let xcrs = vcpu
-        .get_xcrs()
-        .map_err(kvm("read the extended control registers"))?;
+    let xcrs = vcpu.get_xcrs().map_err(kvm("read the extended control registers"))?;
     let mut xsave = traits.xsave_area();
     sys::read_xsave(vcpu, &mut xsave).map_err(kvm("read the extended state"))?;
     let debugregs = vcpu.get_debug_regs().map_err(kvm("read the debug registers"))?;
@@ -48,9 +44,7 @@ pub fn save_vcpu(vcpu: &VcpuFd, traits: &StateTraits) -> Result<VcpuState, State
         .collect();
     // The deadline before the APIC: a timer that fires in between is then in both, and not lost.
     let deadline = if traits.tsc_deadline {
-        msrs::read(vcpu, &[msrs::TSC_DEADLINE])?
-            .first()
-            .map(|msr| msr.data)
+        msrs::read(vcpu, &[msrs::TSC_DEADLINE])?.first().map(|msr| msr.data)
     } else {
         None
     };
@@ -98,11 +92,7 @@ fn rearmed(deadline: u64, lapic: &kvm_lapic_state) -> u64 {
     let vector = timer & 0xff;
     let request = register(lapic, APIC_IRR + 0x10 * (vector as usize / 32));
     let requested = request & (1 << (vector % 32)) != 0;
-    if deadline == 0 && waits && !requested {
-        PASSED
-    } else {
-        deadline
-    }
+    if deadline == 0 && waits && !requested { PASSED } else { deadline }
 }
 
 fn register(lapic: &kvm_lapic_state, offset: usize) -> u32 {
@@ -119,32 +109,15 @@ fn register(lapic: &kvm_lapic_state, offset: usize) -> u32 {
 /// Says which ioctl failed.
 pub fn save_vm(vm: &VmFd) -> Result<VmState, StateError> {
     let chip = |chip_id| -> Result<kvm_irqchip, StateError> {
-        let mut chip = kvm_irqchip {
-            chip_id,
-            ..Default::default()
-        };
-        vm.get_irqchip(&mut chip)
-            .map_err(StateError::kvm("read an interrupt controller"))?;
+        let mut chip = kvm_irqchip { chip_id, ..Default::default() };
+        vm.get_irqchip(&mut chip).map_err(StateError::kvm("read an interrupt controller"))?;
         Ok(chip)
     };
-    let irqchips = [
-        chip(KVM_IRQCHIP_PIC_MASTER)?,
-        chip(KVM_IRQCHIP_PIC_SLAVE)?,
-        chip(KVM_IRQCHIP_IOAPIC)?,
-    ];
+    let irqchips = [chip(KVM_IRQCHIP_PIC_MASTER)?, chip(KVM_IRQCHIP_PIC_SLAVE)?, chip(KVM_IRQCHIP_IOAPIC)?];
     let pit = vm.get_pit2().map_err(StateError::kvm("read the pit"))?;
     let clock = vm.get_clock().map_err(StateError::kvm("read the clock"))?;
-    let host_tsc = if clock.flags & KVM_CLOCK_HOST_TSC != 0 {
-        clock.host_tsc
-    } else {
-        sys::host_tsc()
-    };
-    Ok(VmState {
-        irqchips,
-        pit,
-        clock,
-        host_tsc,
-    })
+    let host_tsc = if clock.flags & KVM_CLOCK_HOST_TSC != 0 { clock.host_tsc } else { sys::host_tsc() };
+    Ok(VmState { irqchips, pit, clock, host_tsc })
 }
 
 #[cfg(test)]

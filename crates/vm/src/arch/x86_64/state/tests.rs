@@ -67,11 +67,7 @@ fn save(vm: &mut TestVm, traits: &StateTraits) -> (Vec<VcpuState>, VmState) {
     for index in 0..vm.vcpus.len() {
         settle(vm, index);
     }
-    let vcpus = vm
-        .vcpus
-        .iter()
-        .map(|vcpu| save_vcpu(vcpu, traits).unwrap())
-        .collect();
+    let vcpus = vm.vcpus.iter().map(|vcpu| save_vcpu(vcpu, traits).unwrap()).collect();
     (vcpus, save_vm(&vm.vm).unwrap())
 }
 
@@ -129,11 +125,7 @@ fn what_is_loaded_can_be_saved_again_unchanged() {
         (0xc000_0081, 0x23_0010_0000_0000),
     ];
     for (index, data) in marked {
-        let msr = kvm_msr_entry {
-            index,
-            data,
-            ..Default::default()
-        };
+        let msr = kvm_msr_entry { index, data, ..Default::default() };
         msrs::write(&vm.vcpus[0], &msrs::batches(&[msr])).unwrap();
     }
     let mut debugregs = vm.vcpus[0].get_debug_regs().unwrap();
@@ -145,13 +137,7 @@ fn what_is_loaded_can_be_saved_again_unchanged() {
 
     let first = save(&mut vm, &traits);
     for (index, data) in marked {
-        assert!(
-            first.0[0]
-                .msrs
-                .iter()
-                .any(|msr| (msr.index, msr.data) == (index, data)),
-            "{index:#x}"
-        );
+        assert!(first.0[0].msrs.iter().any(|msr| (msr.index, msr.data) == (index, data)), "{index:#x}");
     }
     let mut child = load(&kvm, &vm.mem, &first);
     let second = save(&mut child, &traits);
@@ -171,10 +157,7 @@ fn what_is_loaded_can_be_saved_again_unchanged() {
         );
         assert_eq!(first.xsave.as_slice(), second.xsave.as_slice());
         for (offset, (one, other)) in first.lapic.regs.iter().zip(&second.lapic.regs).enumerate() {
-            assert!(
-                one == other || lapic_timer_counts_down(offset),
-                "local apic at {offset:#x}"
-            );
+            assert!(one == other || lapic_timer_counts_down(offset), "local apic at {offset:#x}");
         }
         for (one, other) in first.msrs.iter().zip(&second.msrs) {
             assert!(
@@ -192,10 +175,7 @@ fn what_is_loaded_can_be_saved_again_unchanged() {
     }
     // All TSCs moved by the same distance.
     let moved = |index: usize| {
-        second.0[index]
-            .tsc_offset
-            .zip(first.0[index].tsc_offset)
-            .map(|(new, old)| new.wrapping_sub(old))
+        second.0[index].tsc_offset.zip(first.0[index].tsc_offset).map(|(new, old)| new.wrapping_sub(old))
     };
     assert_eq!(moved(0), moved(1));
 }
@@ -235,18 +215,10 @@ fn guest_time_stands_still_between_save_and_load() {
     let looked_at = if virtual_tsc { 2 } else { 0 };
     for (index, before) in before.into_iter().enumerate().take(looked_at) {
         let after = tsc(&child, index as u64);
-        assert!(
-            after > before,
-            "vcpu {index} went back from {} to {after}",
-            before
-        );
+        assert!(after > before, "vcpu {index} went back from {} to {after}", before);
         // Between the parent's ring and its save some time passes, too.
         let limit = ticks(spent + asleep / 2);
-        assert!(
-            after - before < limit,
-            "vcpu {index} jumped by {} ticks",
-            after - before
-        );
+        assert!(after - before < limit, "vcpu {index} jumped by {} ticks", after - before);
     }
     assert!(clock >= state.1.clock.clock);
     assert!(clock - state.1.clock.clock < (spent + asleep / 2).as_nanos() as u64);
@@ -262,16 +234,7 @@ fn probing_finds_most_msrs_and_what_a_guest_needs() {
         kvm.get_msr_index_list().unwrap().as_slice().len()
     );
     // STAR, LSTAR, KERNEL_GS_BASE, PAT, MTRR_DEF_TYPE, TSC_ADJUST, kvmclock's two.
-    for index in [
-        0x2ff,
-        0xc000_0081,
-        0xc000_0082,
-        0xc000_0102,
-        0x277,
-        0x3b,
-        0x4b56_4d00,
-        0x4b56_4d01,
-    ] {
+    for index in [0x2ff, 0xc000_0081, 0xc000_0082, 0xc000_0102, 0x277, 0x3b, 0x4b56_4d00, 0x4b56_4d01] {
         assert!(traits.msr_indices.contains(&index), "{index:#x}");
     }
 }
@@ -293,22 +256,9 @@ fn any_number_of_msrs_can_be_read_and_written() {
 fn a_refused_msr_is_named() {
     let Some(kvm) = testing::kvm() else { return };
     let vm = testing::payload_vm(&kvm, 64, 1, &counter());
-    let bogus = kvm_msr_entry {
-        index: 0xdead_0000,
-        data: 7,
-        ..Default::default()
-    };
+    let bogus = kvm_msr_entry { index: 0xdead_0000, data: 7, ..Default::default() };
     let error = msrs::write(&vm.vcpus[0], &msrs::batches(&[bogus])).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            StateError::MsrRefused {
-                index: 0xdead_0000,
-                value: 7
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, StateError::MsrRefused { index: 0xdead_0000, value: 7 }), "{error}");
 }
 
 /// Prints what each step costs; asserts only that it is not absurd, since the machine is shared.
@@ -343,10 +293,6 @@ fn loading_is_cheap() {
     for (column, name) in names.iter().enumerate() {
         eprintln!("{name}: {:?}", median(column));
     }
-    eprintln!(
-        "{} msrs written of {}",
-        state.0[0].changed_msr_count(),
-        state.0[0].msrs.len()
-    );
+    eprintln!("{} msrs written of {}", state.0[0].changed_msr_count(), state.0[0].msrs.len());
     assert!(median(2) < Duration::from_millis(5));
 }

@@ -126,11 +126,7 @@ impl OverlayDisk<Region> {
         }
         let (base_bytes, size_bytes) = (metadata.len(), u64::from(config.size_mib) << 20);
         if size_bytes != 0 && size_bytes < base_bytes {
-            return Err(DiskError::Smaller {
-                path: path(),
-                base_bytes,
-                size_mib: config.size_mib,
-            });
+            return Err(DiskError::Smaller { path: path(), base_bytes, size_mib: config.size_mib });
         }
         let disk_bytes = size_bytes.max(base_bytes);
         let blocks = disk_bytes.div_ceil(BLOCK);
@@ -294,10 +290,7 @@ impl<S: Storage> OverlayDisk<S> {
     }
 
     fn end_of(&self, offset: u64, len: u64) -> Result<u64, BlockFault> {
-        offset
-            .checked_add(len)
-            .filter(|end| *end <= self.len_bytes())
-            .ok_or(BlockFault::Range)
+        offset.checked_add(len).filter(|end| *end <= self.len_bytes()).ok_or(BlockFault::Range)
     }
 
     fn entry(&self, position: u64) -> u32 {
@@ -352,8 +345,7 @@ impl<S: Storage> OverlayDisk<S> {
             return;
         }
         let beyond_base = block * BLOCK >= self.base_bytes;
-        self.map
-            .store_u32(block as usize, if beyond_base { IN_BASE } else { IS_ZERO });
+        self.map.store_u32(block as usize, if beyond_base { IN_BASE } else { IS_ZERO });
         if entry != IN_BASE {
             self.slots.release(slot_offset(entry), BLOCK_BYTES);
             self.free_slots.push(entry - 1);
@@ -365,9 +357,7 @@ impl<S: Storage> OverlayDisk<S> {
         let in_base = self.base_bytes.saturating_sub(position).min(len);
         let mut done = 0;
         while done < in_base {
-            let piece = target
-                .take((in_base - done) as usize)
-                .ok_or(BlockFault::Buffers)?;
+            let piece = target.take((in_base - done) as usize).ok_or(BlockFault::Buffers)?;
             volatile::read_file_at(&self.base, &piece, position + done).map_err(|_| BlockFault::Base)?;
             done += piece.len() as u64;
         }

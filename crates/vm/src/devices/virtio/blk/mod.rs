@@ -41,11 +41,7 @@ impl Blk {
     /// A block device over `disk`.
     pub fn new(disk: OverlayDisk) -> Self {
         let config = config_space(&disk);
-        Self {
-            disk,
-            metrics: BlkMetrics::default(),
-            config,
-        }
+        Self { disk, metrics: BlkMetrics::default(), config }
     }
 
     /// The disk.

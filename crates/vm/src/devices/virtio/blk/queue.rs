@@ -60,11 +60,7 @@ pub fn serve<S: Storage>(
     status.write(&[code as u8]);
     metrics.failed_requests += u64::from(result.is_err());
     // The length counts from the first byte: after an unfilled data buffer the status is not part of it.
-    if writable.remaining() == 0 {
-        room as u32 + 1
-    } else {
-        (room - writable.remaining()) as u32
-    }
+    if writable.remaining() == 0 { room as u32 + 1 } else { (room - writable.remaining()) as u32 }
 }
 
 fn execute<S: Storage>(
@@ -144,11 +140,7 @@ fn read_ranges(readable: &mut Buffers<'_>, unmap_allowed: bool) -> Result<(Range
         let sector = u64::from_le_bytes(raw[..8].try_into().expect("8 bytes"));
         let sectors = u32::from_le_bytes(raw[8..12].try_into().expect("4 bytes"));
         let flags = u32::from_le_bytes(raw[12..].try_into().expect("4 bytes"));
-        let known = if unmap_allowed {
-            VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP
-        } else {
-            0
-        };
+        let known = if unmap_allowed { VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP } else { 0 };
         if flags & !known != 0 {
             // Section 5.2.6.2: unknown flags, and unmap in a discard, are answered so.
             return Err(RequestFault::Unsupported);

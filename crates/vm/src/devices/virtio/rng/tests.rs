@@ -7,10 +7,7 @@ const BUFFER: u64 = Driver::<Rng>::BUFFERS;
 
 fn bytes(driver: &Driver<Rng>, len: usize) -> Vec<u8> {
     let mut data = vec![0; len];
-    driver
-        .memory()
-        .read_slice(&mut data, GuestAddress(BUFFER))
-        .unwrap();
+    driver.memory().read_slice(&mut data, GuestAddress(BUFFER)).unwrap();
     data
 }
 
@@ -28,13 +25,7 @@ fn every_request_gets_other_bytes() {
         assert!(!seen.contains(&data));
         seen.push(data);
     }
-    assert_eq!(
-        driver.device().metrics(),
-        RngMetrics {
-            bytes: 192,
-            failed_requests: 0
-        }
-    );
+    assert_eq!(driver.device().metrics(), RngMetrics { bytes: 192, failed_requests: 0 });
 }
 
 #[test]
@@ -44,11 +35,7 @@ fn large_request_is_cut_and_nothing_beyond_is_written() {
     driver.offer(0, &[(BUFFER, 0x8000, true)]);
     driver.notify(0);
     assert_eq!(driver.used(0), vec![(0, MAX_REQUEST_BYTES as u32)]);
-    assert!(
-        bytes(&driver, 0x8000)[MAX_REQUEST_BYTES..]
-            .iter()
-            .all(|byte| *byte == 0)
-    );
+    assert!(bytes(&driver, 0x8000)[MAX_REQUEST_BYTES..].iter().all(|byte| *byte == 0));
 }
 
 #[test]

@@ -90,11 +90,7 @@ fn handshake_ends_in_an_activated_device() {
 #[test]
 fn features_that_were_not_offered_are_refused() {
     let (mut driver, _) = driver();
-    for features in [
-        1 << 1 | 1 << VIRTIO_F_VERSION_1,
-        0b101,
-        1 << 63 | 1 << VIRTIO_F_VERSION_1,
-    ] {
+    for features in [1 << 1 | 1 << VIRTIO_F_VERSION_1, 0b101, 1 << 63 | 1 << VIRTIO_F_VERSION_1] {
         driver.write(VIRTIO_MMIO_STATUS, 0);
         driver.write(VIRTIO_MMIO_STATUS, 1);
         driver.write(VIRTIO_MMIO_STATUS, 3);
@@ -195,17 +191,13 @@ fn pending_interrupt_is_raised_again_after_a_fork() {
     let transport = driver.transport();
     transport.detach();
     let child = Arc::new(CountingIrqs::default());
-    transport
-        .attach(&mut host(child.clone(), &mut Default::default()))
-        .unwrap();
+    transport.attach(&mut host(child.clone(), &mut Default::default())).unwrap();
     assert_eq!((irqs.pulses(), child.pulses()), (1, 1));
 
     transport.detach();
     transport.write(u64::from(VIRTIO_MMIO_INTERRUPT_ACK), &1u32.to_le_bytes());
     let grandchild = Arc::new(CountingIrqs::default());
-    transport
-        .attach(&mut host(grandchild.clone(), &mut Default::default()))
-        .unwrap();
+    transport.attach(&mut host(grandchild.clone(), &mut Default::default())).unwrap();
     assert_eq!(grandchild.pulses(), 0);
 }
 
@@ -223,9 +215,7 @@ fn configuration_reads_are_zero_past_the_end() {
 fn odd_access_widths_change_nothing() {
     let (mut driver, _) = driver();
     for len in [0, 1, 2, 3, 8] {
-        driver
-            .transport()
-            .write(u64::from(VIRTIO_MMIO_STATUS), &[1; 8][..len]);
+        driver.transport().write(u64::from(VIRTIO_MMIO_STATUS), &[1; 8][..len]);
         let mut data = vec![0xaa; len];
         driver.transport().read(0, &mut data);
         assert_eq!(data, vec![0; len]);
@@ -240,9 +230,7 @@ fn buffers_come_off_both_ends() {
     let slice = |address: u64, len| {
         vm_memory::GuestMemoryBackend::get_slice(memory, GuestAddress(address), len).unwrap()
     };
-    memory
-        .write_slice(&[1, 2, 3, 4, 5, 6, 7], GuestAddress(0x9000))
-        .unwrap();
+    memory.write_slice(&[1, 2, 3, 4, 5, 6, 7], GuestAddress(0x9000)).unwrap();
     let mut buffers = Buffers::default();
     for part in [(0x9000, 2), (0x9002, 3), (0x9005, 2)] {
         buffers.append(slice(part.0, part.1));
@@ -263,23 +251,7 @@ fn buffers_come_off_both_ends() {
 fn random_register_writes_never_break_the_device() {
     let (mut driver, _) = driver();
     let mut random = XorShift::new(0x0ff5_4007);
-    let values = [
-        0,
-        1,
-        2,
-        3,
-        4,
-        8,
-        11,
-        15,
-        16,
-        64,
-        128,
-        0x1000,
-        0x2000,
-        0xffff_fff0,
-        u32::MAX,
-    ];
+    let values = [0, 1, 2, 3, 4, 8, 11, 15, 16, 64, 128, 0x1000, 0x2000, 0xffff_fff0, u32::MAX];
     for _ in 0..20_000 {
         let offset = random.below(0x40) * 4;
         let value = if random.below(3) == 0 {

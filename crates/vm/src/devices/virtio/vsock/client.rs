@@ -42,15 +42,8 @@ impl HostSide {
             rustix::fs::fcntl_getfl(&listener).map_err(|errno| ("read the flags of its listener", errno))?;
         rustix::fs::fcntl_setfl(&listener, flags | OFlags::NONBLOCK)
             .map_err(|errno| ("make its listener non-blocking", errno))?;
-        poll.add(&listener, LISTENER, EventFlags::IN)
-            .map_err(|errno| ("watch its listener", errno))?;
-        Ok(Self {
-            poll,
-            listener,
-            timer: None,
-            armed: None,
-            paused_until: None,
-        })
+        poll.add(&listener, LISTENER, EventFlags::IN).map_err(|errno| ("watch its listener", errno))?;
+        Ok(Self { poll, listener, timer: None, armed: None, paused_until: None })
     }
 
     /// The next client, if one waits.
@@ -82,11 +75,7 @@ impl HostSide {
     /// # Errors
     /// As `epoll_ctl(2)`.
     pub fn watch(&self, socket: &UnixStream, token: u32) -> Result<(), Errno> {
-        self.poll.add(
-            socket,
-            token,
-            EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET,
-        )
+        self.poll.add(socket, token, EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET)
     }
 
     /// Ends the watch of a socket that is about to be closed.
@@ -100,9 +89,7 @@ impl HostSide {
         if self.armed.is_some_and(|armed| armed <= deadline) {
             return;
         }
-        let wait = deadline
-            .saturating_duration_since(Instant::now())
-            .max(Duration::from_millis(1));
+        let wait = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         if self.set_timer(wait).is_ok() {
             self.armed = Some(deadline);
         }
@@ -110,20 +97,15 @@ impl HostSide {
 
     fn set_timer(&mut self, wait: Duration) -> Result<(), Errno> {
         if self.timer.is_none() {
-            let timer = timerfd_create(
-                TimerfdClockId::Monotonic,
-                TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC,
-            )?;
+            let timer =
+                timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC)?;
             self.poll.add(&timer, TIMER, EventFlags::IN)?;
             self.timer = Some(timer);
         }
         let timer = self.timer.as_ref().expect("made above");
         let once = Itimerspec {
             it_interval: Timespec::default(),
-            it_value: Timespec {
-                tv_sec: wait.as_secs() as i64,
-                tv_nsec: wait.subsec_nanos().into(),
-            },
+            it_value: Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: wait.subsec_nanos().into() },
         };
         timerfd_settime(timer, TimerfdTimerFlags::empty(), &once).map(|_| ())
     }

@@ -147,11 +147,7 @@ impl Connection {
             Err(_) => return Line::Invalid,
         };
         let Some(end) = line[..count].iter().position(|byte| *byte == b'\n') else {
-            return if count < MAX_LINE_BYTES {
-                Line::Incomplete
-            } else {
-                Line::Invalid
-            };
+            return if count < MAX_LINE_BYTES { Line::Incomplete } else { Line::Invalid };
         };
         let mut taken = [0; MAX_LINE_BYTES];
         let took = rustix::io::retry_on_intr(|| {
@@ -207,21 +203,13 @@ impl Connection {
             let len = self.fill(room.clone());
             if len > 0 {
                 self.sent = self.sent.wrapping_add(len as u32);
-                return Some(Packet {
-                    op: op::DATA,
-                    flags: 0,
-                    len: len as u32,
-                });
+                return Some(Packet { op: op::DATA, flags: 0, len: len as u32 });
             }
         }
         let flags = self.shutdown_due();
         if flags != 0 {
             self.shutdown_sent |= flags;
-            return Some(Packet {
-                op: op::SHUTDOWN,
-                flags: self.shutdown_sent,
-                len: 0,
-            });
+            return Some(Packet { op: op::SHUTDOWN, flags: self.shutdown_sent, len: 0 });
         }
         self.update_due.then(|| Packet::control(op::CREDIT_UPDATE))
     }

@@ -42,14 +42,8 @@ impl Resets {
                 return;
             };
             let Some(chain) = io.pop(EVENT_QUEUE) else { return };
-            let fits = chain
-                .buffers
-                .is_ok_and(|(_, mut writable)| writable.write(&TRANSPORT_RESET));
-            io.push(
-                EVENT_QUEUE,
-                chain.head,
-                if fits { TRANSPORT_RESET.len() as u32 } else { 0 },
-            );
+            let fits = chain.buffers.is_ok_and(|(_, mut writable)| writable.write(&TRANSPORT_RESET));
+            io.push(EVENT_QUEUE, chain.head, if fits { TRANSPORT_RESET.len() as u32 } else { 0 });
             if self.delivered == 0 {
                 self.base = index;
             }

@@ -75,10 +75,7 @@ impl Vsock {
 
     /// Connections that the guest has accepted and that have not ended.
     pub fn connection_count(&self) -> usize {
-        self.table
-            .iter()
-            .filter(|(_, connection)| connection.state == State::Open)
-            .count()
+        self.table.iter().filter(|(_, connection)| connection.state == State::Open).count()
     }
 
     /// Counters since boot.
@@ -175,10 +172,7 @@ impl Vsock {
             }
             return self.table.queue(port);
         };
-        let pair = Pair {
-            host: port,
-            guest: connection.guest_port,
-        };
+        let pair = Pair { host: port, guest: connection.guest_port };
         if !matches!(connection.state, State::Open | State::Draining) {
             self.metrics.refused += 1;
         }
@@ -202,15 +196,8 @@ impl Vsock {
             host.timer_ran(now);
         }
         let due = |connection: &Connection| connection.deadline.is_some_and(|deadline| deadline <= now);
-        let expired: Vec<_> = self
-            .table
-            .iter()
-            .filter(|(_, connection)| due(connection))
-            .collect();
-        let expired: Vec<_> = expired
-            .iter()
-            .map(|(port, connection)| (*port, connection.state))
-            .collect();
+        let expired: Vec<_> = self.table.iter().filter(|(_, connection)| due(connection)).collect();
+        let expired: Vec<_> = expired.iter().map(|(port, connection)| (*port, connection.state)).collect();
         for (port, state) in expired {
             match state {
                 State::Held => {
@@ -222,11 +209,7 @@ impl Vsock {
                 State::Reading | State::Requesting | State::Draining => self.conclude(port, Err(End::Quiet)),
             }
         }
-        let next = self
-            .table
-            .iter()
-            .filter_map(|(_, connection)| connection.deadline)
-            .min();
+        let next = self.table.iter().filter_map(|(_, connection)| connection.deadline).min();
         if let (Some(next), Some(host)) = (next, &mut self.host) {
             host.wake_at(next);
         }
@@ -310,10 +293,7 @@ impl VirtioDevice for Vsock {
     }
 
     fn attach(&mut self, host: &mut HostResources<'_>, io: &mut QueueIo<'_>) -> Result<(), AttachError> {
-        let missing = AttachError::Missing {
-            device: "vsock",
-            what: "listening socket",
-        };
+        let missing = AttachError::Missing { device: "vsock", what: "listening socket" };
         let listener = host.descriptors.vsock_listener.take().ok_or(missing)?;
         let side = HostSide::new(host.poll.clone(), listener);
         self.host = Some(side.map_err(|(action, source)| AttachError::Prepare {

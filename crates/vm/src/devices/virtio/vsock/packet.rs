@@ -97,9 +97,7 @@ impl Header {
 }
 
 fn field<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
-    let (now, later) = rest
-        .split_first_chunk()
-        .expect("the fields add up to the header's length");
+    let (now, later) = rest.split_first_chunk().expect("the fields add up to the header's length");
     *rest = later;
     *now
 }
@@ -113,17 +111,8 @@ mod tests {
         let raw: [u8; HEADER_BYTES] = std::array::from_fn(|index| index as u8);
         let header = Header::decode(&raw);
         assert_eq!(header.encode(), raw);
-        assert_eq!(
-            (header.src_cid, header.dst_port),
-            (0x0706_0504_0302_0100, 0x1716_1514)
-        );
-        assert_eq!(
-            (header.len, header.kind, header.op),
-            (0x1b1a_1918, 0x1d1c, 0x1f1e)
-        );
-        assert_eq!(
-            (header.flags, header.buf_alloc, header.fwd_cnt),
-            (0x2322_2120, 0x2726_2524, 0x2b2a_2928)
-        );
+        assert_eq!((header.src_cid, header.dst_port), (0x0706_0504_0302_0100, 0x1716_1514));
+        assert_eq!((header.len, header.kind, header.op), (0x1b1a_1918, 0x1d1c, 0x1f1e));
+        assert_eq!((header.flags, header.buf_alloc, header.fwd_cnt), (0x2322_2120, 0x2726_2524, 0x2b2a_2928));
     }
 }

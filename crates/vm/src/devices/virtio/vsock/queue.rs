@@ -34,10 +34,7 @@ impl Vsock {
             self.metrics.malformed_packets += 1;
             return;
         }
-        let pair = Pair {
-            host: header.dst_port,
-            guest: header.src_port,
-        };
+        let pair = Pair { host: header.dst_port, guest: header.src_port };
         let known = self.table.find(pair.host).is_some_and(|connection| {
             let with_guest = matches!(connection.state, State::Requested | State::Open);
             with_guest && connection.guest_port == pair.guest
@@ -99,10 +96,8 @@ impl Vsock {
         }
         for _ in 0..io.pending(RX_QUEUE) {
             let Some(chain) = io.pop(RX_QUEUE) else { return };
-            let parts = chain
-                .buffers
-                .ok()
-                .and_then(|(_, mut room)| Some((room.take_front(HEADER_BYTES)?, room)));
+            let parts =
+                chain.buffers.ok().and_then(|(_, mut room)| Some((room.take_front(HEADER_BYTES)?, room)));
             let Some((mut front, room)) = parts.filter(|(_, room)| room.remaining() > 0) else {
                 // Of no use: without room for a payload, a client with data would never have its turn.
                 io.push(RX_QUEUE, chain.head, 0);
@@ -129,10 +124,7 @@ impl Vsock {
                 self.conclude(port, Ok(()));
                 continue;
             };
-            let pair = Pair {
-                host: port,
-                guest: connection.guest_port,
-            };
+            let pair = Pair { host: port, guest: connection.guest_port };
             let mut header = Header {
                 src_cid: HOST_CID,
                 dst_cid: self.guest_cid,

@@ -64,9 +64,7 @@ impl Table {
 
     /// All connections, by host port.
     pub fn iter(&self) -> impl Iterator<Item = (u32, &Connection)> {
-        self.connections
-            .iter()
-            .map(|(port, connection)| (*port, connection))
+        self.connections.iter().map(|(port, connection)| (*port, connection))
     }
 
     /// Forgets everything but which host ports were used; the connections.

@@ -47,15 +47,7 @@ impl Guest {
         let folder = tempfile::tempdir().unwrap();
         let mut descriptors = listener(&folder, 0);
         let (driver, irqs) = Driver::with_descriptors(Vsock::new(CID), &mut descriptors);
-        Self {
-            driver,
-            irqs,
-            folder,
-            sockets: 0,
-            rx: HashMap::new(),
-            buf_alloc: GUEST_BUFFER,
-            fwd_cnt: 0,
-        }
+        Self { driver, irqs, folder, sockets: 0, rx: HashMap::new(), buf_alloc: GUEST_BUFFER, fwd_cnt: 0 }
     }
 
     fn start(&mut self) {
@@ -77,10 +69,7 @@ impl Guest {
     }
 
     fn offer_event(&mut self, address: u64) {
-        self.driver
-            .memory()
-            .write_obj(u32::MAX, GuestAddress(address))
-            .unwrap();
+        self.driver.memory().write_obj(u32::MAX, GuestAddress(address)).unwrap();
         self.driver.offer(EVENT_QUEUE, &[(address, 4, true)]);
     }
 
@@ -117,17 +106,11 @@ impl Guest {
             .map(|(head, len)| {
                 let address = self.rx.remove(&head).unwrap();
                 let mut raw = [0; HEADER_BYTES];
-                self.driver
-                    .memory()
-                    .read_slice(&mut raw, GuestAddress(address))
-                    .unwrap();
+                self.driver.memory().read_slice(&mut raw, GuestAddress(address)).unwrap();
                 let header = Header::decode(&raw);
                 assert_eq!(len, HEADER_BYTES as u32 + header.len);
                 let mut data = vec![0; header.len as usize];
-                self.driver
-                    .memory()
-                    .read_slice(&mut data, GuestAddress(address + 44))
-                    .unwrap();
+                self.driver.memory().read_slice(&mut data, GuestAddress(address + 44)).unwrap();
                 (header, data, address)
             })
             .collect()
@@ -169,12 +152,8 @@ impl Guest {
 
     fn send_raw(&mut self, header: &Header, payload: &[u8]) {
         let memory = self.driver.memory().clone();
-        memory
-            .write_slice(&header.encode(), GuestAddress(TX_BASE))
-            .unwrap();
-        memory
-            .write_slice(payload, GuestAddress(TX_BASE + 0x100))
-            .unwrap();
+        memory.write_slice(&header.encode(), GuestAddress(TX_BASE)).unwrap();
+        memory.write_slice(payload, GuestAddress(TX_BASE + 0x100)).unwrap();
         // The payload in three pieces, as large ones come.
         let third = (payload.len() / 3) as u32;
         let rest = payload.len() as u32 - 2 * third;
@@ -197,21 +176,12 @@ impl Guest {
     }
 
     fn send_data(&mut self, host_port: u32, data: &[u8]) {
-        let header = Header {
-            len: data.len() as u32,
-            ..self.header(host_port, op::DATA)
-        };
+        let header = Header { len: data.len() as u32, ..self.header(host_port, op::DATA) };
         self.send_raw(&header, data);
     }
 
     fn shut_down(&mut self, host_port: u32, flags: u32) {
-        self.send_raw(
-            &Header {
-                flags,
-                ..self.header(host_port, op::SHUTDOWN)
-            },
-            &[],
-        );
+        self.send_raw(&Header { flags, ..self.header(host_port, op::SHUTDOWN) }, &[]);
     }
 
     /// An open connection: the client and its host port.
@@ -220,10 +190,7 @@ impl Guest {
         let packets = self.received();
         assert_eq!(packets.len(), 1);
         let header = packets[0].0;
-        assert_eq!(
-            (header.op, header.dst_port, header.src_cid),
-            (op::REQUEST, PORT, HOST_CID)
-        );
+        assert_eq!((header.op, header.dst_port, header.src_cid), (op::REQUEST, PORT, HOST_CID));
         self.send(header.src_port, op::RESPONSE);
         assert_eq!(line(&mut client), format!("OK {}\n", header.src_port));
         (client, header.src_port)
@@ -254,10 +221,7 @@ impl Guest {
 
 fn listener(folder: &tempfile::TempDir, number: usize) -> Descriptors {
     let listener = UnixListener::bind(folder.path().join(number.to_string())).unwrap();
-    Descriptors {
-        vsock_listener: Some(listener.into()),
-        ..Default::default()
-    }
+    Descriptors { vsock_listener: Some(listener.into()), ..Default::default() }
 }
 
 fn line(client: &mut UnixStream) -> String {
@@ -287,22 +251,13 @@ fn bytes_flow_both_ways() {
     guest.poll();
     let packets = guest.received();
     assert_eq!(packets.len(), 1);
-    assert_eq!(
-        (packets[0].0.op, &packets[0].1[..]),
-        (op::DATA, &b"hello guest"[..])
-    );
-    assert_eq!(
-        (packets[0].0.buf_alloc, packets[0].0.dst_cid),
-        (BUFFER_BYTES as u32, CID)
-    );
+    assert_eq!((packets[0].0.op, &packets[0].1[..]), (op::DATA, &b"hello guest"[..]));
+    assert_eq!((packets[0].0.buf_alloc, packets[0].0.dst_cid), (BUFFER_BYTES as u32, CID));
     guest.send_data(port, b"hello host\n");
     assert_eq!(line(&mut client), "hello host\n");
     assert_eq!(guest.driver.device().connection_count(), 1);
     let metrics = guest.metrics();
-    assert_eq!(
-        (metrics.opened, metrics.to_guest_bytes, metrics.to_host_bytes),
-        (1, 11, 11)
-    );
+    assert_eq!((metrics.opened, metrics.to_guest_bytes, metrics.to_host_bytes), (1, 11, 11));
 }
 
 #[test]
@@ -328,13 +283,9 @@ fn request_line_may_come_in_pieces() {
 #[test]
 fn wrong_request_lines_close_the_client() {
     let mut guest = Guest::new();
-    for text in [
-        "GET / HTTP/1.1\r\n",
-        "CONNECT x\n",
-        "\n",
-        "CONNECT 0000000000000000000000049983\n",
-        &"x".repeat(40),
-    ] {
+    for text in
+        ["GET / HTTP/1.1\r\n", "CONNECT x\n", "\n", "CONNECT 0000000000000000000000049983\n", &"x".repeat(40)]
+    {
         let mut client = guest.request(text);
         assert_closed(&mut client);
     }
@@ -349,10 +300,7 @@ fn refusal_of_the_guest_closes_the_client() {
     let mut guest = Guest::new();
     let mut client = guest.request("CONNECT 1\n");
     let request = guest.received()[0].0;
-    let answer = Header {
-        src_port: 1,
-        ..guest.header(request.src_port, op::RESET)
-    };
+    let answer = Header { src_port: 1, ..guest.header(request.src_port, op::RESET) };
     guest.send_raw(&answer, &[]);
     assert_closed(&mut client);
     assert_eq!(guest.ops(), NOTHING);
@@ -372,10 +320,7 @@ fn connections_from_the_guest_are_refused() {
     guest.send(1024, op::REQUEST);
     let packets = guest.received();
     assert_eq!(packets.len(), 1);
-    assert_eq!(
-        (packets[0].0.op, packets[0].0.src_port, packets[0].0.dst_port),
-        (op::RESET, 1024, PORT)
-    );
+    assert_eq!((packets[0].0.op, packets[0].0.src_port, packets[0].0.dst_port), (op::RESET, 1024, PORT));
 }
 
 #[test]
@@ -387,10 +332,7 @@ fn half_close_leaves_the_other_direction_open() {
     guest.poll();
     let packets = guest.received();
     assert_eq!(packets[0].1, b"last words");
-    assert_eq!(
-        (packets[1].0.op, packets[1].0.flags, packets.len()),
-        (op::SHUTDOWN, SHUTDOWN_SEND, 2)
-    );
+    assert_eq!((packets[1].0.op, packets[1].0.flags, packets.len()), (op::SHUTDOWN, SHUTDOWN_SEND, 2));
     guest.send_data(port, b"answer\n");
     assert_eq!(line(&mut client), "answer\n");
     guest.shut_down(port, SHUTDOWN_BOTH);
@@ -425,10 +367,7 @@ fn client_that_goes_away_shuts_the_guest_down() {
     guest.poll();
     let packets = guest.received();
     assert_eq!(packets[0].1, b"bye");
-    assert_eq!(
-        (packets[1].0.op, packets[1].0.flags),
-        (op::SHUTDOWN, SHUTDOWN_BOTH)
-    );
+    assert_eq!((packets[1].0.op, packets[1].0.flags), (op::SHUTDOWN, SHUTDOWN_BOTH));
     guest.send(port, op::RESET);
     assert_eq!(guest.driver.device().connection_count(), 0);
     // To a client that is gone, data is answered by a reset.
@@ -584,32 +523,14 @@ fn detach_does_not_reach_the_parents_sockets() {
     guest.poll();
     // What the parent would hold.
     let poll = guest.driver.poll.clone().unwrap();
-    let socket = guest
-        .driver
-        .transport()
-        .device_mut()
-        .table
-        .find(port)
-        .unwrap()
-        .socket
-        .try_clone()
-        .unwrap();
+    let socket = guest.driver.transport().device_mut().table.find(port).unwrap().socket.try_clone().unwrap();
     guest.fork();
     client.write_all(b"parent").unwrap();
     let mut events = Vec::with_capacity(4);
-    let wait = rustix::time::Timespec {
-        tv_sec: 10,
-        tv_nsec: 0,
-    };
+    let wait = rustix::time::Timespec { tv_sec: 10, tv_nsec: 0 };
     let room = rustix::buffer::spare_capacity(&mut events);
     rustix::event::epoll::wait(poll.epoll_fd(), room, Some(&wait)).unwrap();
-    assert_eq!(
-        events
-            .iter()
-            .map(|event| event.data.u64() as u32)
-            .collect::<Vec<_>>(),
-        [port]
-    );
+    assert_eq!(events.iter().map(|event| event.data.u64() as u32).collect::<Vec<_>>(), [port]);
     (&socket).write_all(b"still there\n").unwrap();
     assert_eq!(line(&mut client), "still there\n");
 }
@@ -623,18 +544,13 @@ fn new_clients_wait_until_the_guest_is_past_the_reset() {
     let mut client = guest.request(&format!("CONNECT {PORT}\n"));
     assert_eq!(guest.ops(), NOTHING, "held back");
     // Neither that the guest has seen the event nor other traffic is proof that it is done with it.
-    guest
-        .driver
-        .write(virtio_bindings::virtio_mmio::VIRTIO_MMIO_INTERRUPT_ACK, 1);
+    guest.driver.write(virtio_bindings::virtio_mmio::VIRTIO_MMIO_INTERRUPT_ACK, 1);
     guest.send(1, op::REQUEST);
     guest.driver.notify(EVENT_QUEUE as u32);
     assert_eq!(guest.ops(), [op::RESET], "of the guest's own request");
     guest.handle_reset();
     let request = guest.received();
-    assert_eq!(
-        request.iter().map(|(header, _)| header.op).collect::<Vec<_>>(),
-        [op::REQUEST]
-    );
+    assert_eq!(request.iter().map(|(header, _)| header.op).collect::<Vec<_>>(), [op::REQUEST]);
     guest.send(request[0].0.src_port, op::RESPONSE);
     assert!(line(&mut client).starts_with("OK "));
 }
@@ -710,11 +626,7 @@ fn guest_that_never_answers_is_given_up() {
     let expired = Instant::now() - Duration::from_millis(1);
     guest.driver.transport().device_mut().make_due(expired);
     guest.driver.transport().ready(client::TIMER, EventFlags::IN);
-    assert_eq!(
-        guest.ops(),
-        [op::REQUEST],
-        "reset not handled in time: try anyway"
-    );
+    assert_eq!(guest.ops(), [op::REQUEST], "reset not handled in time: try anyway");
     assert_eq!(guest.metrics().resets_unhandled, 1);
     guest.driver.transport().device_mut().make_due(expired);
     guest.driver.transport().ready(client::TIMER, EventFlags::IN);
@@ -761,33 +673,17 @@ fn packets_that_are_none_are_dropped_or_reset() {
         Header { src_cid: 4, ..good },
         Header { dst_cid: 1, ..good },
         Header { dst_cid: CID, ..good },
-        Header {
-            src_cid: HOST_CID,
-            ..good
-        },
+        Header { src_cid: HOST_CID, ..good },
     ] {
         guest.send_raw(&wrong, &[]);
     }
     assert_eq!(guest.metrics().malformed_packets, 4);
     assert_eq!(guest.ops(), NOTHING);
     for wrong in [
-        Header {
-            src_port: PORT + 1,
-            ..good
-        },
-        Header {
-            dst_port: port + 1,
-            ..good
-        },
-        Header {
-            dst_port: client::LISTENER,
-            ..good
-        },
-        Header {
-            kind: 2,
-            src_port: 9,
-            ..good
-        },
+        Header { src_port: PORT + 1, ..good },
+        Header { dst_port: port + 1, ..good },
+        Header { dst_port: client::LISTENER, ..good },
+        Header { kind: 2, src_port: 9, ..good },
     ] {
         guest.send_raw(&wrong, &[]);
         assert_eq!(guest.ops(), [op::RESET]);
@@ -795,34 +691,14 @@ fn packets_that_are_none_are_dropped_or_reset() {
     assert_eq!(guest.driver.device().connection_count(), 1);
     for wrong in [
         Header { op: 77, ..good },
-        Header {
-            op: op::RESPONSE,
-            ..good
-        },
-        Header {
-            op: op::REQUEST,
-            ..good
-        },
-        Header {
-            len: 10,
-            op: op::DATA,
-            ..good
-        },
-        Header {
-            len: u32::MAX,
-            op: op::DATA,
-            ..good
-        },
+        Header { op: op::RESPONSE, ..good },
+        Header { op: op::REQUEST, ..good },
+        Header { len: 10, op: op::DATA, ..good },
+        Header { len: u32::MAX, op: op::DATA, ..good },
         Header { kind: 2, ..good },
     ] {
         let (mut client, port) = guest.open();
-        guest.send_raw(
-            &Header {
-                dst_port: port,
-                ..wrong
-            },
-            &[],
-        );
+        guest.send_raw(&Header { dst_port: port, ..wrong }, &[]);
         assert_eq!(guest.ops(), [op::RESET]);
         assert_closed(&mut client);
     }
@@ -862,10 +738,7 @@ fn attach_without_a_listener_is_an_error() {
     let mut descriptors = Descriptors::default();
     let mut host = crate::devices::testing::host(Arc::default(), &mut descriptors);
     let attached = guest.driver.transport().attach(&mut host);
-    assert!(matches!(
-        attached,
-        Err(AttachError::Missing { device: "vsock", .. })
-    ));
+    assert!(matches!(attached, Err(AttachError::Missing { device: "vsock", .. })));
 }
 
 /// Rubbish in rings and packets, with clients coming, talking and going and forks in between.
@@ -898,10 +771,7 @@ fn random_guests_never_break_the_device() {
             }
             6..=8 => {
                 let ports: Vec<u32> = guest.driver.device().table.iter().map(|(port, _)| port).collect();
-                let port = ports
-                    .get(random.below(8) as usize)
-                    .copied()
-                    .unwrap_or(random.next() as u32);
+                let port = ports.get(random.below(8) as usize).copied().unwrap_or(random.next() as u32);
                 let header = Header {
                     op: random.below(9) as u16,
                     flags: random.below(4) as u32,
@@ -911,19 +781,13 @@ fn random_guests_never_break_the_device() {
                     ..guest.header(port, 0)
                 };
                 let memory = guest.driver.memory().clone();
-                memory
-                    .write_slice(&header.encode(), GuestAddress(TX_BASE))
-                    .unwrap();
-                guest
-                    .driver
-                    .offer(TX_QUEUE, &[(TX_BASE, 44, false), (TX_BASE + 44, 60_000, false)]);
+                memory.write_slice(&header.encode(), GuestAddress(TX_BASE)).unwrap();
+                guest.driver.offer(TX_QUEUE, &[(TX_BASE, 44, false), (TX_BASE + 44, 60_000, false)]);
                 guest.driver.notify(TX_QUEUE as u32);
             }
             9 => {
                 for index in 0..8 {
-                    guest
-                        .driver
-                        .offer(RX_QUEUE, &[(RX_BASE + index * 0x2000, RX_BYTES, true)]);
+                    guest.driver.offer(RX_QUEUE, &[(RX_BASE + index * 0x2000, RX_BYTES, true)]);
                 }
             }
             10 => {

@@ -39,14 +39,7 @@ fn pattern(len: usize) -> Vec<u8> {
 fn plain_disk(base: &[u8], blocks: u64, slots: u32) -> OverlayDisk<Plain> {
     let map = Plain(vec![0; blocks as usize * 4]);
     let slots_memory = Plain(vec![0xdd; slots as usize * BLOCK_BYTES]);
-    OverlayDisk::new(
-        base_file(base),
-        base.len() as u64,
-        blocks,
-        map,
-        slots_memory,
-        slots,
-    )
+    OverlayDisk::new(base_file(base), base.len() as u64, blocks, map, slots_memory, slots)
 }
 
 fn read<S: Storage>(disk: &OverlayDisk<S>, offset: u64, len: usize) -> Result<Vec<u8>, BlockFault> {
@@ -157,11 +150,7 @@ fn behaves_the_same_in_mapped_memory() {
 fn open(folder: &Path, base: &[u8], size_mib: u32, overlay_limit_mib: u32) -> Result<OverlayDisk, DiskError> {
     let path = folder.join("base");
     std::fs::write(&path, base).unwrap();
-    OverlayDisk::open(&DiskConfig {
-        base: path,
-        size_mib,
-        overlay_limit_mib,
-    })
+    OverlayDisk::open(&DiskConfig { base: path, size_mib, overlay_limit_mib })
 }
 
 #[test]
@@ -173,10 +162,7 @@ fn full_overlay_still_takes_writes_to_blocks_it_has() {
     write(&mut disk, 512, &[3; 512]).unwrap();
     disk.discard(0, BLOCK).unwrap();
     write(&mut disk, BLOCK, &[2; 512]).unwrap();
-    assert_eq!(
-        read(&disk, BLOCK, 513).unwrap()[511..],
-        [2, pattern(2 * BLOCK_BYTES)[BLOCK_BYTES + 512]]
-    );
+    assert_eq!(read(&disk, BLOCK, 513).unwrap()[511..], [2, pattern(2 * BLOCK_BYTES)[BLOCK_BYTES + 512]]);
 }
 
 /// A discarded block once came back with the base's bytes, after its slot had been given to another block.
@@ -195,12 +181,9 @@ fn discarded_block_never_shows_old_content() {
 #[test]
 fn ranges_outside_the_disk_are_refused() {
     let mut disk = plain_disk(&pattern(BLOCK_BYTES), 2, 2);
-    for (offset, len) in [
-        (2 * BLOCK, 512),
-        (BLOCK + 512, BLOCK as usize),
-        (u64::MAX - 511, 512),
-        (u64::MAX, 1),
-    ] {
+    for (offset, len) in
+        [(2 * BLOCK, 512), (BLOCK + 512, BLOCK as usize), (u64::MAX - 511, 512), (u64::MAX, 1)]
+    {
         assert_eq!(read(&disk, offset, len), Err(BlockFault::Range));
         assert_eq!(write(&mut disk, offset, &vec![0; len]), Err(BlockFault::Range));
         assert_eq!(disk.discard(offset, len as u64), Err(BlockFault::Range));
@@ -212,12 +195,7 @@ fn ranges_outside_the_disk_are_refused() {
 fn base_cut_under_us_is_an_error_and_not_zeros() {
     let folder = tempfile::tempdir().unwrap();
     let mut disk = open(folder.path(), &pattern(8 * BLOCK_BYTES), 0, 1).unwrap();
-    File::options()
-        .write(true)
-        .open(folder.path().join("base"))
-        .unwrap()
-        .set_len(BLOCK + 100)
-        .unwrap();
+    File::options().write(true).open(folder.path().join("base")).unwrap().set_len(BLOCK + 100).unwrap();
     assert!(read(&disk, 0, BLOCK_BYTES).is_ok());
     assert_eq!(read(&disk, BLOCK, BLOCK_BYTES), Err(BlockFault::Base));
     assert_eq!(write(&mut disk, 2 * BLOCK, &[1; 512]), Err(BlockFault::Base));
@@ -237,57 +215,24 @@ fn frozen_regions_go_on_as_the_same_disk() {
         let layer = region.to_layer("test").unwrap();
         region.adopt(layer.into()).unwrap();
     }
-    assert_eq!(
-        read(&disk, 0, 2 * BLOCK_BYTES).unwrap()[BLOCK_BYTES - 1..][..2],
-        [5, 6]
-    );
+    assert_eq!(read(&disk, 0, 2 * BLOCK_BYTES).unwrap()[BLOCK_BYTES - 1..][..2], [5, 6]);
     disk.discard(0, BLOCK).unwrap();
     assert_eq!(read(&disk, 0, BLOCK_BYTES).unwrap(), vec![0; BLOCK_BYTES]);
     write(&mut disk, 5 * BLOCK, &[7; 512]).unwrap();
-    assert_eq!(
-        read(&disk, 5 * BLOCK + 512, 512).unwrap(),
-        base[5 * BLOCK_BYTES + 512..][..512]
-    );
+    assert_eq!(read(&disk, 5 * BLOCK + 512, 512).unwrap(), base[5 * BLOCK_BYTES + 512..][..512]);
     assert_eq!(disk.overlay_bytes(), 2 * BLOCK);
 }
 
 #[test]
 fn unusable_configurations_are_named() {
     let folder = tempfile::tempdir().unwrap();
-    let missing = DiskConfig {
-        base: folder.path().join("none"),
-        size_mib: 1,
-        overlay_limit_mib: 1,
-    };
+    let missing = DiskConfig { base: folder.path().join("none"), size_mib: 1, overlay_limit_mib: 1 };
     assert!(matches!(OverlayDisk::open(&missing), Err(DiskError::Open { .. })));
-    let is_folder = DiskConfig {
-        base: folder.path().into(),
-        ..missing
-    };
-    assert!(matches!(
-        OverlayDisk::open(&is_folder),
-        Err(DiskError::NotRegular { .. })
-    ));
-    assert!(matches!(
-        open(folder.path(), &[], 0, 1),
-        Err(DiskError::Empty { .. })
-    ));
-    assert!(matches!(
-        open(folder.path(), &vec![1; 2 << 20], 1, 1),
-        Err(DiskError::Smaller { .. })
-    ));
-    assert!(matches!(
-        open(folder.path(), &[1; 512], 1, 0),
-        Err(DiskError::NoOverlay)
-    ));
-    assert!(matches!(
-        open(folder.path(), &[1; 512], u32::MAX, 1),
-        Err(DiskError::TooLarge { .. })
-    ));
-    assert_eq!(
-        open(folder.path(), &[1; 513], 0, u32::MAX)
-            .unwrap()
-            .overlay_limit_bytes(),
-        BLOCK
-    );
+    let is_folder = DiskConfig { base: folder.path().into(), ..missing };
+    assert!(matches!(OverlayDisk::open(&is_folder), Err(DiskError::NotRegular { .. })));
+    assert!(matches!(open(folder.path(), &[], 0, 1), Err(DiskError::Empty { .. })));
+    assert!(matches!(open(folder.path(), &vec![1; 2 << 20], 1, 1), Err(DiskError::Smaller { .. })));
+    assert!(matches!(open(folder.path(), &[1; 512], 1, 0), Err(DiskError::NoOverlay)));
+    assert!(matches!(open(folder.path(), &[1; 512], u32::MAX, 1), Err(DiskError::TooLarge { .. })));
+    assert_eq!(open(folder.path(), &[1; 513], 0, u32::MAX).unwrap().overlay_limit_bytes(), BLOCK);
 }
