@@ -22,7 +22,7 @@ const PAGE: i32 = 4096;
 /// Pages of the pattern that a clone checks, evenly spread.
 pub const CHECKED_PAGES: u64 = 16;
 /// Sweeps over its pages that a writer makes before it reports that all is well.
-pub const SWEEPS: i32 = 40;
+pub const SWEEPS: i32 = 10;
 /// Guest-physical address of high memory.
 const HIGH_BASE: u64 = 1 << 32;
 /// Distance between two writers' areas, bytes.

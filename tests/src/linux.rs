@@ -37,7 +37,7 @@ pub struct Linux {
 ///
 /// # Panics
 /// In the lab, where nothing may be skipped.
-fn image(test: &str) -> Option<PathBuf> {
+pub fn image(test: &str) -> Option<PathBuf> {
     match std::env::var_os(IMAGE) {
         Some(image) => Some(PathBuf::from(image)),
         None => {

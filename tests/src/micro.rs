@@ -158,6 +158,17 @@ impl Rig {
         Ok(())
     }
 
+    /// Where a sandbox's vsock listens.
+    pub fn vsock_path(&self, id: &str) -> std::path::PathBuf {
+        self.folder.path().join("sandboxes").join(id).join("vsock.sock")
+    }
+
+    /// What a sandbox's guest wrote to its console.
+    pub fn console(&self, id: &str) -> String {
+        let path = self.folder.path().join("sandboxes").join(id).join("console.log");
+        String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned()
+    }
+
     /// The end of a wait that begins now.
     pub fn deadline(&self) -> Deadline {
         Deadline::after(PATIENCE)

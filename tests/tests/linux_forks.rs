@@ -1,6 +1,8 @@
 //! The invariants of a fork with real Linux guests: one instant of RAM, vCPU, devices and disk; nobody sees anybody
 //! else's writes; each its own machine before it answers.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::collections::HashSet;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 

@@ -1,6 +1,8 @@
 //! What a user may do, and what may go wrong, with real Linux guests: each failure is a clear error that names the thing,
 //! leaves nothing behind and harms nobody else.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::time::{Duration, Instant};
 
 use offshoot_tests::linux::shared;
