@@ -128,7 +128,7 @@ async fn code_that_does_not_yield_is_killed_and_the_next_is_told() {
 #[tokio::test]
 async fn a_client_that_leaves_interrupts_its_code() {
     let agent = Agent::start().await;
-    let code = "interrupted = False\nimport time\nprint('begun', flush=True)\ntry:\n    time.sleep(300)\nexcept KeyboardInterrupt:\n    interrupted = True";
+    let code = "interrupted = False\nimport time\ntry:\n    print('begun', flush=True)\n    time.sleep(300)\nexcept KeyboardInterrupt:\n    interrupted = True";
     let mut lines = agent.execute(json!({ "code": code })).await;
     lines.wait_for("stdout").await;
     drop(lines);
