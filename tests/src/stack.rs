@@ -186,7 +186,8 @@ impl Stack {
         std::fs::write(&file, warm).context("write the warm-up")?;
         let file = file.display().to_string();
         let arguments = [&["template", "build", name, "--image", image, "--warm", &file], flags].concat();
-        self.json(&arguments)
+        // The last line of long work is `{"type":"result","value":…}`.
+        Ok(self.json(&arguments)?["value"].take())
     }
 
     /// Clones a template; the ids, in order.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 use crate::steps::{run as run_command, step};
 use crate::workspace::Workspace;
@@ -21,7 +21,14 @@ pub fn run(workspace: &Workspace) -> Result<()> {
         }
         run_command(&mut command)
     })?;
-    step("build the static agent", || agent(workspace).map(|_| ()))
+    step("build the static agent", || {
+        let built = agent(workspace)?;
+        // Beside the daemon, which looks for it there.
+        let beside = workspace.bin_dir().join("offshoot-agent");
+        std::fs::copy(&built, &beside)
+            .with_context(|| format!("could not copy {} to {}", built.display(), beside.display()))?;
+        Ok(())
+    })
 }
 
 /// Builds the agent and returns where it is.

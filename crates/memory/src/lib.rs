@@ -3,7 +3,7 @@
 //! A [`Region`] is one private, writable mapping of this process: fresh anonymous memory at first, or a private mapping
 //! over a [`Layer`]. Freezing a region writes what it holds into a new layer, a sealed memfd, and maps the region over
 //! it; from then on `fork(2)` copies none of its page tables, and every forked process shares the layer's pages until
-//! it writes (DESIGN section 2).
+//! it writes.
 //!
 //! Invariants:
 //! * A region is never `MAP_SHARED`.

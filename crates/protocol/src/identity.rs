@@ -61,7 +61,7 @@ pub enum HostReply {
     },
 }
 
-/// Everything that makes a clone its own machine (DESIGN section 9).
+/// Everything that makes a clone its own machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// The sandbox's id; also exported to processes as `E2B_SANDBOX_ID`.

@@ -49,8 +49,10 @@ pub fn fork() -> Result<Forked, ForkError> {
             let child = Pid::from_raw(pid).expect("fork returns a positive pid to the parent");
             match rustix::process::pidfd_open(child, PidfdFlags::empty()) {
                 Ok(pidfd) => Ok(Forked::Parent { pid: pid.unsigned_abs(), pidfd }),
+                // It has ended already, and where children are reaped by the kernel its number may be another's by now.
+                Err(error @ rustix::io::Errno::SRCH) => Err(ForkError::PidFd(error)),
                 Err(error) => {
-                    // Not reaped yet, so the number is still this child's.
+                    // It lives, or ended within microseconds: too short a time for its number to come around again.
                     let _ = rustix::process::kill_process(child, rustix::process::Signal::KILL);
                     let _ = rustix::process::waitpid(Some(child), rustix::process::WaitOptions::empty());
                     Err(ForkError::PidFd(error))

@@ -127,7 +127,7 @@ impl Machine {
         }
     }
 
-    /// Numbers of the descriptors a child shares with its parent: the explicit list of DESIGN section 4.
+    /// Numbers of the descriptors a child shares with its parent: the list in ARCHITECTURE.md, "Invariants".
     pub fn shared_fds(&self) -> Vec<RawFd> {
         let mut fds = vec![self.kvm.as_raw_fd()];
         fds.extend(self.ram.regions().iter().filter_map(|(_, region)| layer_fd(region)));
