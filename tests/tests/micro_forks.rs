@@ -174,6 +174,33 @@ fn a_fork_with_a_wrong_child_fails_and_the_parent_runs() {
     all_well(&mut rig, &children, 1);
 }
 
+/// A fork that fails inside the pause: the parent has no descriptor left for its twin. It must run on, and fork again.
+#[test]
+fn a_fork_that_fails_half_way_leaves_the_parent_running() {
+    if !need::kvm("a_fork_that_fails_half_way_leaves_the_parent_running") {
+        return;
+    }
+    let mut rig = Rig::new().unwrap();
+    let root = writers(&mut rig, 64, 2);
+    let pid = rustix::process::Pid::from_raw(root.vmm.pid().unwrap().cast_signed()).unwrap();
+    let nofile = rustix::process::Resource::Nofile;
+    let before = rustix::process::getrlimit(nofile);
+    let open = descriptors::of(root.vmm.pid().unwrap()).unwrap();
+    let is_open = |number: i32| open.iter().any(|descriptor| descriptor.number == number);
+    // The twin's socket and the child's three descriptors still fit; the twin's pidfd does not.
+    let fifth_free = (0..).filter(|number| !is_open(*number)).nth(4).unwrap();
+    let tight =
+        rustix::process::Rlimit { current: Some(fifth_free.unsigned_abs().into()), maximum: before.maximum };
+    rustix::process::prlimit(Some(pid), nofile, tight).unwrap();
+    let error = rig.try_fork(&root.vmm, 1).map(|_| ()).unwrap_err();
+    assert!(format!("{error:#}").contains("descriptor"), "{error:#}");
+    runs_on(&mut rig, &root);
+    rustix::process::prlimit(Some(pid), nofile, before).unwrap();
+    let children = rig.fork(&root.vmm, 2).unwrap();
+    all_well(&mut rig, &children, 2);
+    runs_on(&mut rig, &root);
+}
+
 #[test]
 fn the_end_of_one_process_harms_no_other() {
     if !need::kvm("the_end_of_one_process_harms_no_other") {

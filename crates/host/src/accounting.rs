@@ -53,9 +53,27 @@ fn field_kib(text: &str, name: &str) -> u64 {
     value.and_then(|rest| rest.split_whitespace().next()?.parse().ok()).unwrap_or(0)
 }
 
+/// Memory that the host could give without swapping, MiB: `MemAvailable` of `/proc/meminfo` (Linux 3.14,
+/// Documentation/filesystems/proc.rst). `None` where it does not say.
+pub fn available_mib() -> Option<u64> {
+    parse_available_mib(&std::fs::read_to_string("/proc/meminfo").ok()?)
+}
+
+fn parse_available_mib(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? / 1024)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn available_memory_is_read_in_mib() {
+        let meminfo = "MemTotal:       24000000 kB\nMemAvailable:    2097152 kB\n";
+        assert_eq!(parse_available_mib(meminfo), Some(2048));
+        assert_eq!(parse_available_mib("MemTotal: 1 kB\n"), None);
+    }
 
     const ROLLUP: &str = "55d0-7ffe ---p 00000000 00:00 0    [rollup]\n\
         Rss:                5120 kB\nPss:                2100 kB\nPss_Dirty:           900 kB\n\

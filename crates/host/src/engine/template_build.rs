@@ -8,6 +8,7 @@ use offshoot_protocol::control::{BootConfig, BootSource, DiskConfig, PageSize};
 
 use super::templates::{Template, info};
 use super::{BuildTimes, Cancel, Host, Progress, TemplateError, TemplateInfo, state};
+use crate::accounting::available_mib;
 use crate::agent::{AgentClient, AgentError};
 use crate::clock::{Deadline, monotonic_ns};
 use crate::control::Ignore;
@@ -89,6 +90,21 @@ impl TemplateSpec {
     }
 }
 
+/// A guest that the host cannot hold would be killed half-way, or take others along. A host that does not tell what it
+/// has is given the benefit of the doubt.
+fn check_memory(spec: &TemplateSpec, available_mib: Option<u64>) -> Result<(), TemplateError> {
+    match available_mib {
+        Some(available_mib) if available_mib < u64::from(spec.memory_mib) => {
+            Err(TemplateError::NotEnoughMemory {
+                name: spec.name.clone(),
+                needed_mib: spec.memory_mib.into(),
+                available_mib,
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Keeps the template's name, and its image, while it is built.
 struct Making<'a> {
     host: &'a Host,
@@ -126,6 +142,7 @@ impl Host {
     ) -> Result<TemplateInfo, TemplateError> {
         spec.check()?;
         let _making = self.reserve(&spec)?;
+        check_memory(&spec, available_mib())?;
         let mut step = |step, message: String, done| {
             on_progress(Progress { step, message, done_of: Some((done, 4)) });
         };
@@ -340,5 +357,30 @@ impl Build<'_> {
             source: Box::new(source),
         })?;
         Ok(frozen)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_larger_than_the_hosts_memory_is_refused_with_both_figures() {
+        let spec = TemplateSpec {
+            name: "big".into(),
+            image: "debian".into(),
+            memory_mib: 4096,
+            vcpus: 1,
+            page_size: PageSize::Thp,
+            overlay_limit_mib: 64,
+            cmdline: String::new(),
+            warm: None,
+            warm_timeout: Duration::ZERO,
+            boot_timeout: Duration::ZERO,
+        };
+        let text = check_memory(&spec, Some(1000)).unwrap_err().to_string();
+        assert!(text.contains("4096 MiB") && text.contains("1000 MiB"), "{text}");
+        assert!(check_memory(&spec, Some(4096)).is_ok());
+        assert!(check_memory(&spec, None).is_ok());
     }
 }

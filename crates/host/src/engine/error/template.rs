@@ -39,6 +39,18 @@ pub enum TemplateError {
         /// What is wrong and what is allowed.
         problem: String,
     },
+    /// The host could not hold the guest.
+    #[error(
+        "build template {name:?}: it needs {needed_mib} MiB of memory, the host has {available_mib} MiB available"
+    )]
+    NotEnoughMemory {
+        /// The template.
+        name: String,
+        /// Its guest's memory.
+        needed_mib: u64,
+        /// What the host could give without swapping.
+        available_mib: u64,
+    },
     /// Its image is not usable.
     #[error("build template {name:?}")]
     Image {
@@ -122,6 +134,7 @@ impl Fault for TemplateError {
             Self::NotFound { .. } | Self::Exists { .. } | Self::InUse { .. } | Self::Setting { .. } => {
                 ErrorKind::Caller
             }
+            Self::NotEnoughMemory { .. } => ErrorKind::Host,
             Self::Image { source, .. } => source.kind(),
             Self::Resources { source, .. } => source.kind(),
             Self::Vmm { source, .. } => source.kind(),
@@ -138,6 +151,7 @@ impl Fault for TemplateError {
             Self::Exists { .. } => "template_exists",
             Self::InUse { .. } => "template_in_use",
             Self::Setting { .. } => "bad_template",
+            Self::NotEnoughMemory { .. } => "out_of_memory",
             Self::Image { source, .. } => source.code(),
             Self::Resources { source, .. } => source.code(),
             Self::Vmm { source, .. } => source.code(),
@@ -157,6 +171,7 @@ impl Fault for TemplateError {
             Self::InUse { .. } => {
                 "remove these sandboxes first, or force it: they then live on without the template"
             }
+            Self::NotEnoughMemory { .. } => "give less memory_mib, or end sandboxes and other programs first",
             Self::Image { source, .. } => return source.hint(),
             Self::Resources { source, .. } => return source.hint(),
             Self::Vmm { source, .. } => return source.hint(),
