@@ -77,7 +77,23 @@ impl Linux {
     /// # Panics
     /// It cannot be made.
     pub fn clone_one(&self) -> String {
-        id(&self.stack.create("warm", 1).expect("a clone")[0])
+        self.clone_of("warm")
+    }
+
+    /// One clone of a template.
+    ///
+    /// # Panics
+    /// It cannot be made.
+    pub fn clone_of(&self, template: &str) -> String {
+        id(&self.stack.create(template, 1).expect("a clone")[0])
+    }
+
+    /// Builds a template that is as the warm one but for the flags.
+    ///
+    /// # Panics
+    /// It cannot be built.
+    pub fn build_warm(&self, name: &str, flags: &[&str]) {
+        self.stack.build_template(name, "debian", WARM, flags).expect("a template");
     }
 
     /// `count` forks of a sandbox.

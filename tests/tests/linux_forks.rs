@@ -37,18 +37,18 @@ fn counters_agree(linux: &Linux, sandbox: &str) -> (u64, u64) {
     (disk, ram)
 }
 
-#[test]
-fn ram_and_disk_of_a_fork_are_of_one_instant() {
-    let Some(linux) = shared("ram_and_disk_of_a_fork_are_of_one_instant") else {
-        return;
-    };
-    let parent = linux.clone_one();
-    start_counting(&linux, &parent);
-    for _ in 0..2 {
+/// Forks a counting guest `rounds` times, and a fork of it once more.
+fn one_instant(linux: &Linux, template: &str, rounds: usize) {
+    let parent = linux.clone_of(template);
+    start_counting(linux, &parent);
+    for round in 0..rounds {
         let before = linux.stack.value(&parent, "ram").unwrap().as_u64().unwrap();
-        let forks = linux.forks(&parent, 2);
+        let mut forks = linux.forks(&parent, 2);
+        if round == 0 {
+            forks.extend(linux.forks(&forks[0], 1));
+        }
         for fork in &forks {
-            let (disk, ram) = counters_agree(&linux, fork);
+            let (disk, ram) = counters_agree(linux, fork);
             assert!(
                 disk >= before && ram >= disk,
                 "fork {fork}: disk {disk}, ram {ram}, {before} before the fork"
@@ -60,11 +60,25 @@ fn ram_and_disk_of_a_fork_are_of_one_instant() {
             // What its file system holds is whole: the kernel finds no error on its own disk.
             assert_eq!(linux.sh_ok(fork, "dmesg | grep -ci 'ext4-fs error\\|i/o error' || true"), "0");
         }
-        let (disk, ram) = counters_agree(&linux, &parent);
+        let (disk, ram) = counters_agree(linux, &parent);
         assert!(disk > before && ram >= disk, "parent: disk {disk}, ram {ram}");
         linux.remove(&forks);
     }
     linux.remove(&[parent]);
+}
+
+#[test]
+fn ram_and_disk_of_a_fork_are_of_one_instant() {
+    let Some(linux) = shared("ram_and_disk_of_a_fork_are_of_one_instant") else { return };
+    one_instant(&linux, "warm", 2);
+}
+
+#[test]
+fn ram_and_disk_of_a_fork_are_of_one_instant_with_four_vcpus() {
+    let Some(linux) = shared("ram_and_disk_of_a_fork_are_of_one_instant_with_four_vcpus") else { return };
+    linux.build_warm("warm4", &["--memory-mib", "256", "--vcpus", "4"]);
+    one_instant(&linux, "warm4", 1);
+    assert_eq!(linux.stack.cli(&["template", "rm", "warm4"]).unwrap().code, Some(0));
 }
 
 /// A page that is dirty in the guest's page cache and not yet on its disk is in both after a fork.
