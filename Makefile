@@ -27,7 +27,7 @@ setup: toolchain ## Install the Debian packages that are missing
 .PHONY: toolchain
 toolchain:
 	@command -v cargo >/dev/null || { \
-	  echo 'error: cargo is not in PATH; install a Rust toolchain (1.88 or newer): https://rustup.rs' >&2; exit 1; }
+	  echo 'error: cargo is not in PATH; install a Rust toolchain, 1.88 or newer' >&2; exit 1; }
 	@missing=; \
 	command -v cc >/dev/null || missing="$$missing gcc libc6-dev"; \
 	command -v git >/dev/null || missing="$$missing git"; \

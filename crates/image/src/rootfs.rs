@@ -85,8 +85,8 @@ pub enum RootfsError {
 pub struct RootfsSpec {
     /// Debian release, such as `bookworm`.
     pub suite: String,
-    /// Debian mirror.
-    pub mirror: String,
+    /// Debian mirror; `None`: the one debootstrap knows.
+    pub mirror: Option<String>,
     /// Packages beyond debootstrap's minimal set.
     pub packages: Vec<String>,
     /// Size of the disk, MiB.
@@ -102,7 +102,7 @@ impl RootfsSpec {
     pub fn bookworm(packages: &[&str], disk_mib: u32) -> Self {
         Self {
             suite: "bookworm".to_owned(),
-            mirror: "http://deb.debian.org/debian".to_owned(),
+            mirror: None,
             packages: packages.iter().map(|&name| name.to_owned()).collect(),
             disk_mib,
             hostname: "sandbox".to_owned(),
@@ -205,7 +205,7 @@ fn bootstrap(spec: &RootfsSpec, tree: &Path, report: &mut Reporter<'_>) -> Resul
     if !spec.packages.is_empty() {
         tool.command().arg(format!("--include={}", spec.packages.join(",")));
     }
-    tool.command().arg(&spec.suite).arg(tree).arg(&spec.mirror);
+    tool.command().arg(&spec.suite).arg(tree).args(&spec.mirror);
     tool.run(&mut |line| report.say(line.strip_prefix("I: ").unwrap_or(line)))?;
     Ok(())
 }
@@ -347,7 +347,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(release_date(dir.path(), "bookworm"), "");
         let list = "-----BEGIN\n\nOrigin: Debian\nDate: Sat, 17 May 2025\n";
-        fs::write(dir.path().join("deb.debian.org_debian_dists_bookworm_InRelease"), list).unwrap();
+        fs::write(dir.path().join("mirror_debian_dists_bookworm_InRelease"), list).unwrap();
         let other = "-----BEGIN\n\nOrigin: Someone\nDate: Zzz\n";
         fs::write(dir.path().join("else.where_x_dists_bookworm_InRelease"), other).unwrap();
         assert_eq!(release_date(dir.path(), "bookworm"), "Sat, 17 May 2025");
