@@ -1,5 +1,6 @@
 //! `offshoot-vmm`: one microVM, driven over a control socket; or a probe of this host.
 
+use std::io::Write;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::process::ExitCode;
 
@@ -15,8 +16,12 @@ fn main() -> ExitCode {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["--control-fd", number] => serve(number),
         ["--probe"] => {
-            println!("{}", serde_json::to_string_pretty(&probe::run()).expect("a report always encodes"));
-            ExitCode::SUCCESS
+            let report = serde_json::to_string_pretty(&probe::run()).expect("a report always encodes");
+            // A reader that has gone away wants no report.
+            match writeln!(std::io::stdout(), "{report}") {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(_) => ExitCode::FAILURE,
+            }
         }
         ["--version"] => {
             println!("offshoot-vmm {}", env!("CARGO_PKG_VERSION"));
