@@ -12,7 +12,7 @@ use crate::workspace::Workspace;
 use crate::{image, setup, tidy};
 
 /// Seconds one end-to-end test program may take in the lab.
-const LIMIT_S: u64 = 1500;
+const LIMIT_S: u64 = 480;
 
 /// Runs everything; stops at the first step that fails.
 pub fn run(workspace: &Workspace) -> Result<()> {
@@ -108,7 +108,13 @@ fn end_to_end(workspace: &Workspace, image: &Path, program: &Path) -> Result<()>
     ];
     let options = LabOptions { timeout: LIMIT_S, env, ..LabOptions::default() };
     let argv = vec![program.display().to_string(), "--test-threads=1".to_owned()];
-    let code = lab::run(workspace, &options, Work::Command(argv))?;
+    let mut code = lab::run(workspace, &options, Work::Command(argv.clone()))?;
+    if code == lab::OUT_OF_TIME {
+        // Every wait of the tests has a deadline of its own, so it is the emulated machine that stood still
+        // (docs/adr/0013-the-lab.md). A test that fails is never run again.
+        eprintln!("test: the lab stood still for {LIMIT_S} s; once more, in a new one");
+        code = lab::run(workspace, &options, Work::Command(argv))?;
+    }
     if code != 0 {
         bail!("{} ended with status {code}", program.display());
     }
