@@ -88,7 +88,7 @@ impl Template {
             let id = format!("clone-{number:x}");
             let (dir, resources) = SandboxDir::create(&self.run_dir, &id)?;
             dirs.push(dir);
-            children.push((ChildSpec { id, vm_generation: format!("{number:08x}{:024}", 0) }, resources));
+            children.push((ChildSpec { id, vm_generation: micro::generation_id(*number) }, resources));
         }
         let deadline = Deadline::after(PATIENCE);
         let options = ForkOptions { deadline, sink: Arc::clone(&self.sink) };

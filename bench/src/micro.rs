@@ -28,6 +28,11 @@ const HIGH_BASE: u64 = 1 << 32;
 /// Distance between two writers' areas, bytes.
 const AREA_STRIDE: i32 = 16 << 20;
 
+/// The VM generation id of which a micro-guest reads `number`: its first four bytes.
+pub fn generation_id(number: u32) -> String {
+    format!("{number:08x}{:024}", 0)
+}
+
 /// Fills `fill_bytes` with a pattern and rings [`READY`]; then, each time it finds itself a clone, checks a part of
 /// the pattern, writes one page, and rings its generation, or [`TORN`].
 ///

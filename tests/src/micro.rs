@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use offshoot_bench::micro::TORN;
+use offshoot_bench::micro::{TORN, generation_id};
 use offshoot_host::clock::Deadline;
 use offshoot_host::control::{EventSink, Events, Notice, Supervisor, event_queue};
 use offshoot_host::resources::{SandboxDir, prepare_run_dir};
@@ -76,7 +76,7 @@ impl Rig {
             page_size: PageSize::Thp,
             source: BootSource::Payload { file },
             disk: None,
-            vm_generation: generation(number),
+            vm_generation: generation_id(number),
         };
         vmm.boot(config, resources, self.deadline())?;
         Ok(Guest { vmm, number })
@@ -95,7 +95,7 @@ impl Rig {
             let id = format!("child-{number:x}");
             let (dir, resources) = SandboxDir::create(self.folder.path(), &id)?;
             self.dirs.push(dir);
-            children.push((ChildSpec { id, vm_generation: generation(number) }, resources));
+            children.push((ChildSpec { id, vm_generation: generation_id(number) }, resources));
             numbers.push(number);
         }
         let options = ForkOptions { deadline: self.deadline(), sink: Arc::clone(&self.sink) };
@@ -178,9 +178,4 @@ impl Rig {
         self.born += 1;
         self.born
     }
-}
-
-/// The VM generation id whose first four bytes are `number`.
-pub fn generation(number: u32) -> String {
-    format!("{number:08x}{:024}", 0)
 }

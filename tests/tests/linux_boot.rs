@@ -6,11 +6,12 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use offshoot_bench::micro::generation_id;
 use offshoot_host::agent::{AgentClient, IdentityOf, give_identity};
 use offshoot_host::clock::Deadline;
 use offshoot_protocol::control::{BootConfig, BootSource, DiskConfig, PageSize};
 use offshoot_tests::linux;
-use offshoot_tests::micro::{Rig, generation};
+use offshoot_tests::micro::Rig;
 
 /// Boots, waits for the agent, forks twice in one call, and gives each child an identity.
 fn boots_and_forks(test: &str, kernel: &str, memory_mib: u32, vcpus: u8) {
@@ -28,7 +29,7 @@ fn boots_and_forks(test: &str, kernel: &str, memory_mib: u32, vcpus: u8) {
             cmdline: String::new(),
         },
         disk: Some(DiskConfig { base: image.join("rootfs.raw"), size_mib: 0, overlay_limit_mib: 256 }),
-        vm_generation: generation(1),
+        vm_generation: generation_id(1),
     };
     vmm.boot(config, resources, rig.deadline()).unwrap();
     wait_for_agent(&rig, "linux");
@@ -89,7 +90,7 @@ fn a_guest_that_cannot_boot_is_refused_by_name() {
             page_size: PageSize::Thp,
             source: BootSource::Linux { kernel, initramfs: None, cmdline: String::new() },
             disk: disk.map(|base| DiskConfig { base, size_mib: 0, overlay_limit_mib: 16 }),
-            vm_generation: generation(1),
+            vm_generation: generation_id(1),
         };
         let error = vmm.boot(config, resources, Deadline::after(Duration::from_secs(30))).unwrap_err();
         let text = format!("{:#}", anyhow::Error::from(error));

@@ -303,26 +303,20 @@ impl Reader {
 
     /// Exactly `count` bytes; none at a clean end. Safe to cancel.
     pub async fn exact(&mut self, count: usize) -> Result<Option<Bytes>> {
-        while self.buffer.len() < count {
-            if !self.fill().await? {
-                if self.buffer.is_empty() {
-                    return Ok(None);
-                }
-                return Err(Failure::protocol(format!(
-                    "the answer to {} ends in the middle of a message",
-                    self.what
-                )));
-            }
-        }
-        Ok(Some(self.buffer.split_to(count).freeze()))
+        Ok(self.holds(count).await?.then(|| self.buffer.split_to(count).freeze()))
     }
 
     /// The next `count` bytes stay in the buffer; none at a clean end. Safe to cancel.
     pub async fn peek(&mut self, count: usize) -> Result<Option<&[u8]>> {
+        Ok(self.holds(count).await?.then(|| &self.buffer[..count]))
+    }
+
+    /// Waits until the buffer holds `count` bytes; false at a clean end.
+    async fn holds(&mut self, count: usize) -> Result<bool> {
         while self.buffer.len() < count {
             if !self.fill().await? {
                 if self.buffer.is_empty() {
-                    return Ok(None);
+                    return Ok(false);
                 }
                 return Err(Failure::protocol(format!(
                     "the answer to {} ends in the middle of a message",
@@ -330,7 +324,7 @@ impl Reader {
                 )));
             }
         }
-        Ok(Some(&self.buffer[..count]))
+        Ok(true)
     }
 
     async fn fill(&mut self) -> Result<bool> {

@@ -69,7 +69,7 @@ impl Attached {
                 descriptors: &mut given.descriptors,
                 vm_generation: given.vm_generation,
             };
-            lock(&device).attach(&mut host)?;
+            lock(device).attach(&mut host)?;
         }
         let notice = Notice::new().map_err(VmmError::Loop)?;
         let shared = Arc::new(vcpu::Shared {

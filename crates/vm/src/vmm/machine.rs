@@ -7,10 +7,10 @@ use kvm_ioctls::Kvm;
 use offshoot_memory::{GuestRam, PageUse, Region};
 use offshoot_protocol::control::{BootConfig, BootSource, DiskConfig, PageSize};
 use offshoot_protocol::ports::GUEST_CID;
-use vm_memory::GuestAddress;
 
 use super::error::VmmError;
-use crate::arch::x86_64::layout::{GED_GSI, VIRTIO_MMIO_GSI_BASE, VM_GENERATION_OFFSET, VM_GENERATION_PAGE};
+use crate::arch::x86_64::acpi::VM_GENERATION_ID;
+use crate::arch::x86_64::layout::{GED_GSI, VIRTIO_MMIO_GSI_BASE};
 use crate::arch::x86_64::state::{StateTraits, VcpuState, VmState};
 use crate::arch::x86_64::{acpi, boot, memory_map, payload};
 use crate::bus::{Bus, Shared, lock};
@@ -25,8 +25,6 @@ use crate::devices::virtio::vsock::Vsock;
 use crate::devices::{BusDevice, Device};
 use crate::kvm;
 use crate::vcpu::Doorbells;
-
-const VM_GENERATION_ID: GuestAddress = GuestAddress(VM_GENERATION_PAGE + VM_GENERATION_OFFSET);
 
 /// State of KVM's half at the instant the vCPUs stopped.
 #[derive(Clone)]
@@ -59,8 +57,8 @@ pub struct Machine {
     pub forks: u64,
     /// Ports and MMIO.
     pub bus: Arc<Bus>,
+    devices: Vec<Shared<dyn Device>>,
     serial: Shared<SerialConsole>,
-    generation: Option<Shared<Generation>>,
     disk: Option<Shared<MmioTransport<Blk>>>,
     vsock: Option<Shared<MmioTransport<Vsock>>>,
     /// Guest memory: last, since devices hold views of it.
@@ -88,42 +86,39 @@ impl Machine {
             Arc::new(Mutex::new(MmioTransport::new(Vsock::new(GUEST_CID), ram.view().clone(), gsi)))
         });
         let mut mmio: Vec<Shared<dyn BusDevice>> = Vec::new();
-        if let (Some(vsock), Some(disk)) = (&vsock, &disk) {
-            mmio.push(disk.clone());
+        if let Some(vsock) = &vsock {
+            // Window 0 is the disk's also in a guest without one, which finds an empty window there.
+            mmio.push(match &disk {
+                Some(disk) => disk.clone(),
+                None => Arc::new(Mutex::new(Absent)),
+            });
             mmio.push(vsock.clone());
-        } else if let Some(vsock) = &vsock {
-            // Window 0 stays the disk's, so that a guest without one finds an empty window there.
-            mmio.push(Arc::new(Mutex::new(Absent)));
-            mmio.push(vsock.clone());
-        }
-        if linux {
             let gsi = VIRTIO_MMIO_GSI_BASE + 2;
             mmio.push(Arc::new(Mutex::new(MmioTransport::new(Rng::new(), ram.view().clone(), gsi))));
         }
         let serial = Arc::new(Mutex::new(SerialConsole::new()));
         let start = load_guest(&config, &ram, mmio.len() as u32)?;
-        let generation = linux
-            .then(|| Arc::new(Mutex::new(Generation::new(ram.view().clone(), VM_GENERATION_ID, GED_GSI))));
+        let mut devices: Vec<Shared<dyn Device>> = vec![serial.clone()];
+        if linux {
+            let generation = Generation::new(ram.view().clone(), VM_GENERATION_ID, GED_GSI);
+            devices.push(Arc::new(Mutex::new(generation)));
+        }
+        for device in &mmio {
+            devices.push(device.clone());
+        }
         let bus = Arc::new(Bus { mmio, serial: serial.clone(), legacy: LegacyPorts });
-        Ok((Self { config, kvm, traits, forks: 0, bus, serial, generation, disk, vsock, ram }, start))
+        Ok((Self { config, kvm, traits, forks: 0, bus, devices, serial, disk, vsock, ram }, start))
     }
 
     /// Every device, each of which is attached and detached with the process.
-    pub fn devices(&self) -> Vec<Shared<dyn Device>> {
-        let mut devices: Vec<Shared<dyn Device>> = vec![self.serial.clone()];
-        if let Some(generation) = &self.generation {
-            devices.push(generation.clone());
-        }
-        for device in &self.bus.mmio {
-            devices.push(device.clone());
-        }
-        devices
+    pub fn devices(&self) -> &[Shared<dyn Device>] {
+        &self.devices
     }
 
     /// Drops what the devices hold of the process and VM they were attached to. First thing in a forked child.
     pub fn detach(&self) {
         for device in self.devices() {
-            lock(&device).detach();
+            lock(device).detach();
         }
     }
 

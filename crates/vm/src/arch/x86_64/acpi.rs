@@ -38,6 +38,9 @@ const BOOT_ARCH: u16 = (1 << 2) | (1 << 5);
 /// Notification value of a changed generation id (VMGenID specification, 2.4).
 const GENERATION_CHANGED: u8 = 0x80;
 
+/// Where the VM generation id stands, and where the tables say that it does.
+pub const VM_GENERATION_ID: GuestAddress = GuestAddress(VM_GENERATION_PAGE + VM_GENERATION_OFFSET);
+
 /// Why the tables could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum AcpiError {
@@ -95,14 +98,6 @@ pub fn write_tables(mem: &Memory, vcpus: u8, virtio_mmio_count: u32) -> Result<G
     let xsdt = place(&xsdt)?;
     write(mem, ACPI_BASE, &serialise(&Rsdp::new(OEM, xsdt)))?;
     Ok(GuestAddress(ACPI_BASE))
-}
-
-/// Stores the VM generation id; the guest hears of it by an edge on [`GED_GSI`], raised by the caller.
-///
-/// # Errors
-/// Fails if guest memory does not reach the page.
-pub fn write_vm_generation(mem: &Memory, id: [u8; 16]) -> Result<(), AcpiError> {
-    write(mem, VM_GENERATION_PAGE + VM_GENERATION_OFFSET, &id)
 }
 
 fn write(mem: &Memory, address: u64, bytes: &[u8]) -> Result<(), AcpiError> {
@@ -203,7 +198,7 @@ fn serial() -> Vec<u8> {
 
 /// The VM generation id (Microsoft, "Virtual Machine Generation ID", 2018).
 fn generation_counter() -> Vec<u8> {
-    let address = VM_GENERATION_PAGE + VM_GENERATION_OFFSET;
+    let address = VM_GENERATION_ID.0;
     let (low, high) = (address as u32, (address >> 32) as u32);
     serialise(&Device::new(
         "VGEN".into(),
@@ -294,7 +289,7 @@ mod tests {
     fn the_generation_id_is_where_the_tables_say() {
         let mem = testing::memory(16);
         write_tables(&mem, 1, 3).unwrap();
-        write_vm_generation(&mem, *b"0123456789abcdef").unwrap();
+        mem.write_slice(b"0123456789abcdef", VM_GENERATION_ID).unwrap();
         let address = VM_GENERATION_PAGE + 40;
         assert_eq!(bytes(&mem, address, 16), b"0123456789abcdef");
         let [dsdt, ..] = walk(&mem, GuestAddress(ACPI_BASE));

@@ -231,18 +231,5 @@ impl StateTraits {
     }
 }
 
-/// Tells a guest with kvmclock that it did not run for a while, so that its lock-up watchdogs start anew; for a vCPU
-/// that goes on after a long pause. Not needed after a fork: guest time stands still there.
-///
-/// # Errors
-/// Says what KVM answered. A guest without kvmclock is no error.
-pub fn note_pause(vcpu: &VcpuFd) -> Result<(), StateError> {
-    match vcpu.kvmclock_ctrl() {
-        // No kvmclock in use.
-        Err(error) if error.errno() == libc::EINVAL => Ok(()),
-        result => result.map_err(StateError::kvm("mark the pause")),
-    }
-}
-
 #[cfg(test)]
 mod tests;
